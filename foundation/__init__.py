@@ -1,0 +1,1 @@
+"""The teacher: data, model, parallelism and training. Imports kernels."""

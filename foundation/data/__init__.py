@@ -1,0 +1,1 @@
+"""Schema, encoding, datasets, reader, synthetic world and checks."""

@@ -1,0 +1,162 @@
+"""Files and folders that appear whole or not at all.
+
+A stage writes under a temporary name in the same folder, flushes to disk and renames. A crash, a full disk or
+Ctrl-C leaves the old result, or none; a process that was killed leaves a `NAME.tmp-...` entry, which the next
+run removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def atomic_dir(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields an empty temporary folder that becomes `path` when the block ends without an exception.
+
+    Args:
+        path: the final folder; its parents are created.
+        overwrite: replace a folder that exists. The old one stays until the new one is whole.
+
+    Raises:
+        FileExistsError: `path` exists, is not empty, and `overwrite` is false. Raised before the block runs.
+        OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
+    """
+    final = Path(path)
+    require_free(final, overwrite=overwrite)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(final)
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        _replace_dir(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yields a temporary file path that is renamed to `path` when the block ends without an exception.
+
+    The block must create the file. An existing `path` is replaced.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
+    """
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary(final)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, final)
+        _sync(final.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def atomic_write(path: str | Path, data: str | bytes) -> None:
+    """Writes `data` (text as UTF-8) to `path`, whole or not at all.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
+    """
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def require_free(path: str | Path, *, overwrite: bool = False) -> None:
+    """Refuses an output that exists already, before any work is done.
+
+    Raises:
+        FileExistsError: `path` is a file, or a folder with something in it, and `overwrite` is false.
+        NotADirectoryError: `path` is a file and `overwrite` is true: a folder never replaces a file.
+    """
+    final = Path(path)
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{final} exists; choose another output, or set overwrite to true")
+    if not final.is_dir():
+        raise NotADirectoryError(f"{final} is a file; a folder is to be written there")
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file's bytes as 64 hex digits, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary(final: Path) -> Path:
+    """A free name beside `final`. Names left by processes of this host that are gone are removed first."""
+    prefix = f"{final.name}.tmp-{socket.gethostname()}-"
+    for stale in final.parent.glob(f"{_glob_escape(prefix)}*"):
+        pid = stale.name.removeprefix(prefix)
+        if pid.isdigit() and not _alive(int(pid)):
+            _remove(stale)
+    temporary = final.parent / f"{prefix}{os.getpid()}"
+    _remove(temporary)
+    return temporary
+
+
+def _glob_escape(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _replace_dir(temporary: Path, final: Path) -> None:
+    """Puts `temporary` in place of `final`; an old folder is moved aside first and removed last."""
+    old = final.with_name(f"{temporary.name}-old")
+    if final.exists():
+        os.rename(final, old)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file or a folder's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The foundation model: embeddings, tokens, layers and heads."""

@@ -1,0 +1,1 @@
+"""How the foundation model is placed on processes and devices."""

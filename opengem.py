@@ -1,0 +1,259 @@
+"""The command line: one subcommand per stage.
+
+A stage is a function that takes one config dataclass. Its options are the fields of that dataclass,
+nested ones with dots, from a YAML file (`--config`), from the command line, or both; what comes later
+wins. Nothing of a stage is imported before that stage is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+OWN_PACKAGES = ("kernels", "foundation", "value_models", "transfer", "serving")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One row of the command table.
+
+    Args:
+        stage: "module:function"; the function takes one config and returns a result.
+        config: name of the config dataclass in the same module.
+        help: one line.
+        torch: the stage imports torch, so the installation is checked first.
+    """
+
+    stage: str
+    config: str
+    help: str
+    torch: bool = True
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        stage="transfer.demo:demo",
+        config="DemoConfig",
+        help="the whole pipeline on a small synthetic world, ending in a report page",
+    ),
+    "world": Command(
+        stage="foundation.data.world:world",
+        config="WorldConfig",
+        help="write the raw logs of a synthetic world whose true probabilities are known",
+        torch=False,
+    ),
+    "prepare logs": Command(
+        stage="foundation.data.prepare:prepare",
+        config="PrepareConfig",
+        help="raw logs and a schema to a dataset with point-in-time histories",
+        torch=False,
+    ),
+    "prepare kuairand": Command(
+        stage="foundation.data.kuairand:prepare_kuairand",
+        config="KuaiRandConfig",
+        help="the KuaiRand data set, full download or slice, to a dataset",
+        torch=False,
+    ),
+    "doctor": Command(
+        stage="foundation.data.doctor:doctor",
+        config="DoctorConfig",
+        help="check a dataset, or without one the installation",
+        torch=False,
+    ),
+    "train": Command(
+        stage="foundation.training.train:train",
+        config="TrainConfig",
+        help="train the foundation model",
+    ),
+    "predict": Command(
+        stage="foundation.training.predict:predict",
+        config="PredictConfig",
+        help="write a trained model's predictions for a split as Parquet",
+    ),
+    "score": Command(
+        stage="transfer.score:score",
+        config="ScoreConfig",
+        help="write the label store: teacher logits and embeddings per impression",
+    ),
+    "distill": Command(
+        stage="transfer.distill:distill",
+        config="DistillConfig",
+        help="train the value model of one surface, with a teacher or alone",
+    ),
+    "export": Command(
+        stage="value_models.export:export",
+        config="ExportConfig",
+        help="write a value model as ONNX with its parity proof",
+    ),
+    "serve": Command(
+        stage="serving.app:serve",
+        config="ServeConfig",
+        help="serve exported models over REST, gRPC and /rank",
+        torch=False,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, 2 for a user's error, 130 after Ctrl-C.
+
+    Args:
+        argv: arguments without the program's name; those of the process when None.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); the exit must not try to flush to it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def help_text() -> str:
+    """What `opengem --help` prints. Imports no stage."""
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return (
+        "usage: opengem COMMAND [--config FILE] [--OPTION VALUE ...]\n\n"
+        "From impression logs to a served, calibrated ranking.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`opengem COMMAND --help` lists a command's options.\n"
+    )
+
+
+def load(command: Command) -> tuple[Callable[[Any], Any], type]:
+    """Imports a command's stage: its function and its config dataclass.
+
+    Raises:
+        InstallationError: the stage needs torch, and torch, fbgemm and torchrec do not belong together.
+        ValueError: a package that the stage needs is not installed.
+    """
+    if command.torch:
+        from foundation.data.installation import require_installation
+
+        require_installation()
+    module_name, function = command.stage.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] in OWN_PACKAGES:
+            raise
+        raise ValueError(
+            f"this command needs the package {error.name}, which is not installed;"
+            " see the README, Installation (`make setup` installs everything)"
+        ) from error
+    return getattr(module, function), getattr(module, command.config)
+
+
+def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> Any:
+    """Builds a config dataclass from command-line arguments and YAML files.
+
+    Args:
+        config_class: the dataclass; nested dataclasses become dotted options.
+        arguments: such as ["--config", "configs/foundation/tiny.yaml", "--model.width", "64"].
+        name: the command, for the usage line.
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong type, or what the dataclass refuses.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(prog=f"opengem {name}", exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    _add_fields(parser, config_class, prefix="")
+    try:
+        parsed = parser.instantiate(parser.parse_args(_resolve_presets(arguments)))
+    except ArgumentError as error:
+        raise ValueError(f"{error} (`opengem {name} --help` lists the options)") from error
+    return _build(config_class, parsed)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(help_text(), end="")
+        return 0
+    name, rest = _split_command(arguments)
+    function, config_class = load(COMMANDS[name])
+    result = function(parse_config(config_class, rest, name=name))
+    return int(getattr(result, "exit_code", 0))
+
+
+def _split_command(arguments: list[str]) -> tuple[str, list[str]]:
+    """Finds the longest command name, one word or two, that the arguments start with."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return name, arguments[words:]
+    group = [name for name in COMMANDS if name.split()[0] == arguments[0]]
+    if group:
+        raise ValueError(f"`opengem {arguments[0]}` needs one of: {', '.join(group)}")
+    raise ValueError(f"there is no command {arguments[0]!r}; commands are: {', '.join(COMMANDS)}")
+
+
+def _resolve_presets(arguments: Sequence[str]) -> list[str]:
+    """Replaces the value of `--config` by the path of the file or preset that it names."""
+    from foundation.data.settings import preset
+
+    resolved = list(arguments)
+    for index, argument in enumerate(resolved):
+        if argument == "--config" and index + 1 < len(resolved):
+            resolved[index + 1] = str(preset(resolved[index + 1]))
+        elif argument.startswith("--config="):
+            resolved[index] = f"--config={preset(argument.removeprefix('--config='))}"
+    return resolved
+
+
+def _add_fields(parser: Any, config_class: type, prefix: str, default: Any = None) -> None:
+    """Adds one option per field; a field that is a dataclass adds its own fields under its name.
+
+    `default` is the instance that holds the defaults, when the field that leads here declares one.
+    """
+    from docstring_parser import parse
+
+    described = {item.arg_name: item.description for item in parse(config_class.__doc__ or "").params}
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        hint, key = hints[field.name], f"{prefix}{field.name}"
+        settings = {"default": getattr(default, field.name)} if default is not None else _default(field)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            _add_fields(parser, hint, prefix=f"{key}.", default=settings.get("default"))
+            continue
+        parser.add_argument(f"--{key}", type=hint, help=described.get(field.name), **settings)
+
+
+def _default(field: dataclasses.Field) -> dict[str, Any]:
+    if field.default is not dataclasses.MISSING:
+        return {"default": field.default}
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default": field.default_factory()}
+    return {"required": True}
+
+
+def _build(config_class: type, parsed: types.SimpleNamespace) -> Any:
+    """Turns the parser's nested namespaces into the nested dataclasses."""
+    hints = typing.get_type_hints(config_class)
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = getattr(parsed, field.name)
+        nested = dataclasses.is_dataclass(hints[field.name])
+        values[field.name] = _build(hints[field.name], value) if nested else value
+    return config_class(**values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

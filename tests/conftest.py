@@ -1,0 +1,29 @@
+"""What all tests share: one thread per process, and reasons for the tests that do not run here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before numpy and torch are imported: the tests run in several processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips slow tests without --slow and gpu tests without a CUDA device, each with its reason."""
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: runs with `make test PYTEST_ARGS=--slow`"))
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in gpu:
+                item.add_marker(pytest.mark.skip(reason="gpu: there is no CUDA device"))

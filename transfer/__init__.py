@@ -1,0 +1,1 @@
+"""From the teacher to the students: label store, distillation losses, shared tables, transfer ratio."""
