@@ -1,0 +1,469 @@
+"""From raw columns to model inputs, in numpy: the one implementation that training and serving share.
+
+``Encoder`` turns ids into embedding rows and numbers into standardised floats. ``encode_rows`` applies it to
+all features of one side. ``model_inputs`` lays the result out as the named, padded inputs of a value model.
+
+Legend: R requests, N impressions, K tasks, T events of one sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from foundation.data.ids import VocabularyIndex, canonical_ids, hash_rows, range_rows
+from foundation.data.schema import FIRST_ROW, MISSING_ROW, UNKNOWN_ROW, Feature, Schema, Sequence
+
+NO_TIME = -1
+"""The time of an event whose time is not known."""
+
+
+class EncodingError(ValueError):
+    """Values that cannot become model inputs; the message names the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A raw column. A list column has ``offsets`` int64 ``[rows + 1]`` into ``values``; a null list is empty.
+
+    ``valid`` is a bool mask over ``values`` (``None``: all valid).
+    """
+
+    values: np.ndarray
+    valid: np.ndarray | None = None
+    offsets: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """The encoded inputs of one side, jagged where the source is.
+
+    ``ids[key]`` int64 ``[sum(lengths[key])]``, ``lengths[key]`` int64 ``[rows]``, ``weights[key]`` float32,
+    as long as ``ids[key]``, ``dense`` float32 ``[rows, U]`` in schema order, ``times[sequence]`` int64 ``[T]``
+    in ms (``NO_TIME`` where unknown). A key is a feature's name or ``sequence.attribute``.
+    """
+
+    rows: int
+    ids: dict[str, np.ndarray]
+    lengths: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    dense: np.ndarray
+    times: dict[str, np.ndarray]
+
+    def take(self, rows: np.ndarray) -> EncodedRows:
+        """The rows with these numbers (int64 ``[n]``), in this order."""
+        gathers: dict[str, np.ndarray] = {}
+        lengths = {key: value[rows] for key, value in self.lengths.items()}
+        for key, before in self.lengths.items():
+            if len(self.ids[key]) == self.rows and bool((before == 1).all()):
+                gathers[key] = rows
+            else:
+                starts = np.cumsum(before) - before
+                gathers[key] = jagged_index(starts[rows], lengths[key])
+        return EncodedRows(
+            rows=len(rows),
+            ids={key: value[gathers[key]] for key, value in self.ids.items()},
+            lengths=lengths,
+            weights={key: value[gathers[key]] for key, value in self.weights.items()},
+            dense=self.dense[rows],
+            times={name: value[gathers[_first_key(self, name)]] for name, value in self.times.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """R requests with their N impressions, as numpy arrays.
+
+    ``request_index`` int64 ``[N]`` ascending, ``request_time`` int64 ``[R]`` ms, ``user_id`` int64 ``[R]``,
+    ``surface`` int64 ``[R]``, ``labels`` float32 ``[N, K]`` with ``label_valid`` bool ``[N, K]``, ``weight``
+    and ``sampling_rate`` float32 ``[N]``, ``impression_id`` int64 ``[N]``.
+    """
+
+    request: EncodedRows
+    item: EncodedRows
+    request_index: np.ndarray
+    request_time: np.ndarray
+    user_id: np.ndarray
+    surface: np.ndarray
+    labels: np.ndarray
+    label_valid: np.ndarray
+    weight: np.ndarray
+    sampling_rate: np.ndarray
+    impression_id: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and dims of a model input; a dim is ``"R"``, ``"N"`` or a number."""
+
+    name: str
+    dtype: Literal["int64", "float32"]
+    dims: tuple[str | int, ...]
+
+
+class Encoder:
+    """Raw ids to embedding rows, raw numbers to floats.
+
+    Args:
+        schema: the dataset's schema.
+        vocabularies: sorted distinct ids of each ``vocabulary`` table, int64 or unicode.
+        statistics: mean and standard deviation of each standardised dense feature.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        vocabularies: Mapping[str, np.ndarray],
+        statistics: Mapping[str, tuple[float, float]],
+    ) -> None:
+        self.schema = schema
+        self.vocabularies = dict(vocabularies)
+        self.statistics = dict(statistics)
+        self.counters: dict[str, dict[str, int]] = defaultdict(lambda: {"missing": 0, "unknown": 0})
+        self._index = {name: VocabularyIndex(v) for name, v in self.vocabularies.items()}
+        for table in schema.tables:
+            if table.kind == "vocabulary" and table.name not in self._index:
+                raise EncodingError(f"table {table.name}: the encoder holds no vocabulary for it")
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        """Rows of each table, the two reserved ones included."""
+        return {
+            t.name: len(self.vocabularies[t.name]) + FIRST_ROW if t.kind == "vocabulary" else int(t.rows or 0)
+            for t in self.schema.tables
+        }
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits that change with any vocabulary, statistic or the schema."""
+        digest = hashlib.sha256(self.schema.hash.encode())
+        for name in sorted(self.vocabularies):
+            digest.update(name.encode() + b"\0")
+            values = self.vocabularies[name]
+            digest.update(values.tobytes() if values.dtype.kind == "i" else "\0".join(values).encode())
+        digest.update(json.dumps(self.statistics, sort_keys=True).encode())
+        return digest.hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes vocabularies and statistics as an ``.npz`` file without pickled objects."""
+        meta = json.dumps({"schema_hash": self.schema.hash, "statistics": self.statistics}, sort_keys=True)
+        arrays: dict[str, Any] = {f"vocabulary.{name}": v for name, v in self.vocabularies.items()}
+        with open(path, "wb") as file:
+            np.savez_compressed(file, meta=np.frombuffer(meta.encode(), dtype=np.uint8), **arrays)
+
+    @staticmethod
+    def load(path: str | Path, schema: Schema) -> Encoder:
+        """Reads what :meth:`save` wrote. Raises EncodingError for a foreign, broken or mismatched file."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            meta = json.loads(arrays.pop("meta").tobytes())
+        except FileNotFoundError:
+            raise EncodingError(f"{path}: no such encoder file") from None
+        except Exception as error:  # zip, numpy and json each have their own errors for a broken file
+            raise EncodingError(f"{path}: not an encoder file, or a damaged one: {error}") from None
+        if meta["schema_hash"] != schema.hash:
+            raise EncodingError(
+                f"{path}: made for schema {meta['schema_hash']}, not {schema.hash} ({schema.source}); "
+                "prepare the dataset again or use the schema saved beside the encoder"
+            )
+        vocabularies = {name.removeprefix("vocabulary."): values for name, values in arrays.items()}
+        statistics = {name: (pair[0], pair[1]) for name, pair in meta["statistics"].items()}
+        return Encoder(schema, vocabularies, statistics)
+
+    def encode_ids(self, table_name: str, column: Column, key: str) -> np.ndarray:
+        """Embedding rows int64 of a column's values; missing and unknown ids are counted under ``key``."""
+        values, valid = column.values, column.valid
+        counter = self.counters[key]
+        if valid is not None and not valid.all():
+            rows = np.full(len(values), MISSING_ROW, dtype=np.int64)
+            rows[valid] = self._rows_of(table_name, values[valid], key)
+            counter["missing"] += int(len(values) - np.count_nonzero(valid))
+        else:
+            rows = self._rows_of(table_name, values, key)
+        counter["unknown"] += int(np.count_nonzero(rows == UNKNOWN_ROW))
+        return rows
+
+    def _rows_of(self, table_name: str, values: np.ndarray, key: str) -> np.ndarray:
+        if not len(values):
+            return np.zeros(0, dtype=np.int64)
+        table = self.schema.table(table_name)
+        ids = canonical_ids(values, key)
+        if table.kind == "hash":
+            return hash_rows(ids, int(table.rows or 0), table.seed)
+        strings = ids.dtype.kind != "i"
+        if table.kind == "range":
+            if strings:
+                raise EncodingError(f"{key}: table {table_name} takes integer ids, got strings")
+            return range_rows(ids, int(table.rows or 0))
+        index = self._index[table_name]
+        if strings != index.holds_strings and len(index.vocabulary):
+            have, want = ("strings", "integers") if strings else ("integers", "strings")
+            raise EncodingError(f"{key}: the vocabulary of table {table_name} holds {want}, got {have}")
+        return index.rows(ids)
+
+    def encode_dense(self, feature: Feature, column: Column) -> np.ndarray:
+        """Transformed numbers, float32 ``[rows, dim]``; null, NaN and infinite values become 0, counted."""
+        values = as_floats(column.values, feature.column)
+        good = np.isfinite(values) if column.valid is None else column.valid & np.isfinite(values)
+        if feature.kind == "embedding":
+            return self._encode_embedding(feature, column, values, good)
+        self.counters[feature.name]["missing"] += int(len(values) - np.count_nonzero(good))
+        values = transform_dense(feature, np.where(good, values, 0.0))
+        if feature.name in self.statistics:
+            mean, deviation = self.statistics[feature.name]
+            values = (values - mean) / deviation
+        return np.where(good, values, 0.0).astype(np.float32)[:, None]
+
+    def _encode_embedding(
+        self, feature: Feature, column: Column, values: np.ndarray, good: np.ndarray
+    ) -> np.ndarray:
+        if column.offsets is None:
+            raise EncodingError(f"{feature.column}: an embedding feature needs a list column")
+        lengths = np.diff(column.offsets)
+        odd = (lengths != feature.dim) & (lengths != 0)
+        if odd.any():
+            row = int(np.flatnonzero(odd)[0])
+            raise EncodingError(
+                f"{feature.column}: expected {feature.dim} numbers, got {lengths[row]} in row {row}"
+            )
+        out = np.zeros((len(lengths), feature.dim), dtype=np.float32)
+        out[lengths > 0] = np.where(good, values, 0.0).reshape(-1, feature.dim)
+        self.counters[feature.name]["missing"] += int(np.count_nonzero(lengths == 0))
+        return out
+
+
+def encode_rows(
+    encoder: Encoder,
+    features: Iterable[Feature],
+    sequences: Iterable[Sequence],
+    columns: Mapping[str, Column],
+    rows: int,
+) -> EncodedRows:
+    """Encodes the given features and sequences of ``rows`` rows.
+
+    Args:
+        columns: raw columns by column name; each has ``rows`` rows.
+
+    Raises:
+        EncodingError: a column is absent, of a type that does not fit, or list columns are not aligned.
+    """
+    ids: dict[str, np.ndarray] = {}
+    lengths: dict[str, np.ndarray] = {}
+    weights: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
+    dense: list[np.ndarray] = []
+    for feature in features:
+        column = _column(columns, feature.column)
+        if feature.kind in ("dense", "embedding"):
+            dense.append(encoder.encode_dense(feature, column))
+            continue
+        assert feature.table is not None
+        if feature.kind == "multi":
+            column, index = _clip(column, feature.column, feature.max_length, "earliest")
+            if feature.weights is not None:
+                weights[feature.name] = _aligned(columns, feature.weights, index, column)
+            lengths[feature.name] = np.diff(_offsets(column, feature.column))
+        else:
+            lengths[feature.name] = np.ones(rows, dtype=np.int64)
+        ids[feature.name] = encoder.encode_ids(feature.table, column, feature.name)
+    for sequence in sequences:
+        _encode_sequence(encoder, sequence, columns, ids, lengths, times)
+    stacked = np.concatenate(dense, axis=1) if dense else np.zeros((rows, 0), dtype=np.float32)
+    return EncodedRows(rows=rows, ids=ids, lengths=lengths, weights=weights, dense=stacked, times=times)
+
+
+def model_signature(schema: Schema) -> list[TensorSpec]:
+    """The inputs of a value model, in order; :func:`model_inputs` makes them."""
+    specs: list[TensorSpec] = []
+    for rows, features in (("R", schema.request_features), ("N", schema.item_features)):
+        for f in features:
+            if f.kind == "categorical":
+                specs.append(TensorSpec(f.name, "int64", (rows,)))
+            elif f.kind == "multi":
+                specs.append(TensorSpec(f.name, "int64", (rows, f.max_length)))
+                specs.append(TensorSpec(f"{f.name}.length", "int64", (rows,)))
+                if f.weights is not None:
+                    specs.append(TensorSpec(f"{f.name}.weight", "float32", (rows, f.max_length)))
+        width = sum(f.dim for f in features if f.kind in ("dense", "embedding"))
+        if width:
+            specs.append(
+                TensorSpec("dense.request" if rows == "R" else "dense.item", "float32", (rows, width))
+            )
+    for s in schema.sequences:
+        specs += [TensorSpec(s.key(a.name), "int64", ("R", s.max_length)) for a in s.attributes]
+        specs.append(TensorSpec(f"{s.name}.length", "int64", ("R",)))
+        if s.timestamp is not None:
+            specs.append(TensorSpec(f"{s.name}.age", "float32", ("R", s.max_length)))
+    specs.append(TensorSpec("request_index", "int64", ("N",)))
+    return specs
+
+
+def model_inputs(
+    schema: Schema,
+    request: EncodedRows,
+    item: EncodedRows,
+    request_index: np.ndarray,
+    request_time: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """The named, padded inputs of a value model, as :func:`model_signature` lists them.
+
+    Args:
+        request: R rows. item: N rows. request_index: int64 ``[N]``. request_time: int64 ``[R]`` ms.
+    """
+    inputs: dict[str, np.ndarray] = {}
+    for side, features, name in (
+        (request, schema.request_features, "dense.request"),
+        (item, schema.item_features, "dense.item"),
+    ):
+        for f in features:
+            if f.kind == "categorical":
+                inputs[f.name] = side.ids[f.name]
+            elif f.kind == "multi":
+                lengths = side.lengths[f.name]
+                inputs[f.name] = pad(side.ids[f.name], lengths, f.max_length)
+                inputs[f"{f.name}.length"] = lengths
+                if f.weights is not None:
+                    inputs[f"{f.name}.weight"] = pad(side.weights[f.name], lengths, f.max_length)
+        if side.dense.shape[1]:
+            inputs[name] = side.dense
+    for s in schema.sequences:
+        lengths = request.lengths[s.key(s.attributes[0].name)]
+        for a in s.attributes:
+            inputs[s.key(a.name)] = pad(request.ids[s.key(a.name)], lengths, s.max_length)
+        inputs[f"{s.name}.length"] = lengths
+        if s.timestamp is not None:
+            age = log_age(request.times[s.name], np.repeat(request_time, lengths))
+            inputs[f"{s.name}.age"] = pad(age, lengths, s.max_length)
+    inputs["request_index"] = request_index
+    return inputs
+
+
+def log_age(event_time: np.ndarray, request_time: np.ndarray) -> np.ndarray:
+    """``log(1 + seconds from event to request)`` float32; 0 where the event's time is unknown."""
+    seconds = np.maximum(request_time - event_time, 0) / 1000.0
+    return np.where(event_time == NO_TIME, 0.0, np.log1p(seconds)).astype(np.float32)
+
+
+def pad(values: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
+    """Packed ``[sum(lengths)]`` to ``[rows, width]``, left aligned, zeros behind."""
+    out = np.zeros((len(lengths), width), dtype=values.dtype)
+    out[np.arange(width) < lengths[:, None]] = values
+    return out
+
+
+def jagged_index(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Positions ``starts[i] .. starts[i] + lengths[i] - 1`` of all rows, one after another; int64."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def transform_dense(feature: Feature, values: np.ndarray) -> np.ndarray:
+    """The part of a dense transform that needs no statistics; negatives count as 0 under a logarithm."""
+    if feature.transform in ("log1p", "log1p_standardize"):
+        return np.log1p(np.maximum(values, 0.0))
+    return values
+
+
+def _encode_sequence(
+    encoder: Encoder,
+    sequence: Sequence,
+    columns: Mapping[str, Column],
+    ids: dict[str, np.ndarray],
+    lengths: dict[str, np.ndarray],
+    times: dict[str, np.ndarray],
+) -> None:
+    first = sequence.attributes[0].column
+    whole = _offsets(_column(columns, first), first)
+    index: np.ndarray | None = None
+    for position, attribute in enumerate(sequence.attributes):
+        column = _column(columns, attribute.column)
+        _check_aligned(_offsets(column, attribute.column), whole, attribute.column, first)
+        if position == 0:
+            column, index = _clip(column, first, sequence.max_length, sequence.keep)
+            clipped = _offsets(column, first)
+        else:
+            column = _select(column, index)
+        key = sequence.key(attribute.name)
+        ids[key] = encoder.encode_ids(attribute.table, column, key)
+        lengths[key] = np.diff(clipped)
+    if sequence.timestamp is not None:
+        column = _column(columns, sequence.timestamp)
+        _check_aligned(_offsets(column, sequence.timestamp), whole, sequence.timestamp, first)
+        column = _select(column, index)
+        moments = canonical_ids(np.nan_to_num(column.values), sequence.timestamp)
+        times[sequence.name] = moments if column.valid is None else np.where(column.valid, moments, NO_TIME)
+
+
+def _clip(
+    column: Column, name: str, limit: int, keep: Literal["latest", "earliest"]
+) -> tuple[Column, np.ndarray | None]:
+    """At most ``limit`` values per row, and the positions kept (``None``: all)."""
+    offsets = _offsets(column, name)
+    lengths = np.diff(offsets)
+    if not len(lengths) or (lengths.max() <= limit and offsets[0] == 0):
+        return column, None
+    kept = np.minimum(lengths, limit)
+    starts = offsets[1:] - kept if keep == "latest" else offsets[:-1]
+    index = jagged_index(starts, kept)
+    clipped = np.concatenate([[0], np.cumsum(kept)])
+    selected = _select(column, index)
+    return Column(selected.values, selected.valid, clipped), index
+
+
+def _select(column: Column, index: np.ndarray | None) -> Column:
+    if index is None:
+        return column
+    return Column(column.values[index], None if column.valid is None else column.valid[index])
+
+
+def _aligned(columns: Mapping[str, Column], name: str, index: np.ndarray | None, ids: Column) -> np.ndarray:
+    """The float32 weights that go with the values of a multi-valued feature."""
+    column = _column(columns, name)
+    selected = _select(column, index)
+    if len(selected.values) != len(ids.values):
+        raise EncodingError(f"{name}: {len(column.values)} weights do not go with the ids of its feature")
+    values = as_floats(selected.values, name)
+    good = np.isfinite(values) if selected.valid is None else selected.valid & np.isfinite(values)
+    return np.where(good, values, 0.0).astype(np.float32)
+
+
+def _check_aligned(offsets: np.ndarray, whole: np.ndarray, name: str, first: str) -> None:
+    if not np.array_equal(offsets, whole):
+        lengths, want = np.diff(offsets), np.diff(whole)
+        row = int(np.flatnonzero(lengths != want)[0]) if len(lengths) == len(want) else 0
+        raise EncodingError(
+            f"{name}: row {row} has {lengths[row] if len(lengths) else 0} events, "
+            f"but {first} has {want[row] if len(want) else 0}; the lists of a sequence must be aligned"
+        )
+
+
+def _column(columns: Mapping[str, Column], name: str) -> Column:
+    if name not in columns:
+        raise EncodingError(f"{name}: column is missing")
+    return columns[name]
+
+
+def _offsets(column: Column, name: str) -> np.ndarray:
+    if column.offsets is None:
+        raise EncodingError(f"{name}: expected a list column")
+    return column.offsets
+
+
+def as_floats(values: np.ndarray, name: str) -> np.ndarray:
+    """Numbers as float64. Raises EncodingError naming the column for anything else."""
+    if values.dtype.kind not in "biuf":
+        raise EncodingError(f"{name}: expected numbers, got {values.dtype}")
+    return values.astype(np.float64, copy=False)
+
+
+def _first_key(rows: EncodedRows, sequence: str) -> str:
+    return next(key for key in rows.ids if key.startswith(f"{sequence}."))

@@ -1,0 +1,137 @@
+"""From raw ids to embedding rows, vectorised over numpy arrays and free of torch.
+
+Row 0 is "missing", row 1 is "unknown", known ids start at row 2. The same code runs in training and serving.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from foundation.data.schema import FIRST_ROW, UNKNOWN_ROW
+
+_PRIME1 = np.uint64(0x9E3779B185EBCA87)
+_PRIME2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_PRIME3 = np.uint64(0x165667B19E3779F9)
+_PRIME4 = np.uint64(0x85EBCA77C2B2AE63)
+_PRIME5 = np.uint64(0x27D4EB2F165667C5)
+
+# A vocabulary of integers whose span is at most this many times its size is looked up in a plain array.
+_DIRECT_SPAN = 16
+_DIRECT_LEAST = 1 << 22
+
+
+def canonical_ids(values: np.ndarray, name: str) -> np.ndarray:
+    """Ids in one of the two forms the project knows: int64, or an object/unicode array of strings.
+
+    Booleans and whole floats become int64. Raises ValueError naming ``name`` for anything else.
+    """
+    kind = values.dtype.kind
+    if kind in "US":
+        return values.astype(str)
+    if kind == "O":
+        wrong = next((v for v in values if not isinstance(v, str)), None)
+        if wrong is not None:
+            raise ValueError(f"{name}: expected string ids, got {wrong!r} ({type(wrong).__name__})")
+        return values
+    if kind in "bi":
+        return values.astype(np.int64, copy=False)
+    if kind == "u":
+        if values.size and int(values.max()) > np.iinfo(np.int64).max:
+            raise ValueError(
+                f"{name}: id {values.max()} does not fit into int64; store ids as int64 or string"
+            )
+        return values.astype(np.int64)
+    if kind == "f":
+        with np.errstate(invalid="ignore"):
+            whole = values.astype(np.int64)
+        bad = whole != values
+        if bad.any():
+            raise ValueError(f"{name}: ids must be whole numbers or strings, got {values[bad][0]!r}")
+        return whole
+    raise ValueError(f"{name}: ids must be integers or strings, got {values.dtype}")
+
+
+def xxhash64_int64(values: np.ndarray, seed: int) -> np.ndarray:
+    """xxHash64 of each value's 8 little-endian bytes, as uint64 ``[n]``.
+
+    Equal to ``xxhash.xxh64_intdigest(int(v).to_bytes(8, "little", signed=True), seed)`` for each value.
+    """
+    with np.errstate(over="ignore"):
+        lane = values.astype(np.int64, copy=False).view(np.uint64) * _PRIME2
+        lane = _rotate_left(lane, 31) * _PRIME1
+        digest = (np.uint64(seed) + _PRIME5 + np.uint64(8)) ^ lane
+        digest = _rotate_left(digest, 27) * _PRIME1 + _PRIME4
+        digest = (digest ^ (digest >> np.uint64(33))) * _PRIME2
+        digest = (digest ^ (digest >> np.uint64(29))) * _PRIME3
+        return np.asarray(digest ^ (digest >> np.uint64(32)), dtype=np.uint64)
+
+
+def xxhash64(values: np.ndarray, seed: int) -> np.ndarray:
+    """xxHash64 of canonical ids: integers by their 8 bytes, strings by their UTF-8 bytes; uint64 ``[n]``."""
+    if values.dtype.kind == "i":
+        return xxhash64_int64(values, seed)
+    digests = (xxhash.xxh64_intdigest(v.encode(), seed) for v in values.tolist())
+    return np.fromiter(digests, dtype=np.uint64, count=len(values))
+
+
+def id_hash(values: np.ndarray, name: str) -> np.ndarray:
+    """A stable int64 for each id: integers as they are, strings by xxHash64. Used to group rows by user."""
+    ids = canonical_ids(values, name)
+    return ids if ids.dtype.kind == "i" else xxhash64(ids, 0).view(np.int64)
+
+
+def hash_rows(values: np.ndarray, rows: int, seed: int) -> np.ndarray:
+    """Rows of a hash table with ``rows`` rows in all: int64 in ``[2, rows)``."""
+    spread = xxhash64(values, seed) % np.uint64(rows - FIRST_ROW)
+    return spread.astype(np.int64) + FIRST_ROW
+
+
+def range_rows(values: np.ndarray, rows: int) -> np.ndarray:
+    """Rows of a range table: id ``i`` in ``[0, rows - 2)`` is row ``i + 2``, any other id is unknown."""
+    inside = (values >= 0) & (values < rows - FIRST_ROW)
+    return np.where(inside, values + FIRST_ROW, UNKNOWN_ROW)
+
+
+class VocabularyIndex:
+    """Looks ids up in a sorted vocabulary; id number ``i`` of it is row ``i + 2``, others are unknown.
+
+    Args:
+        vocabulary: sorted distinct ids ``[n]``, int64 or unicode.
+    """
+
+    def __init__(self, vocabulary: np.ndarray) -> None:
+        self.vocabulary = vocabulary
+        self._direct: np.ndarray | None = None
+        self._rows: dict[str, int] = {}
+        if vocabulary.dtype.kind != "i":
+            self._rows = {v: i + FIRST_ROW for i, v in enumerate(vocabulary.tolist())}
+        elif len(vocabulary):
+            self._low = int(vocabulary[0])
+            span = int(vocabulary[-1]) - self._low + 1
+            if span <= max(_DIRECT_LEAST, _DIRECT_SPAN * len(vocabulary)):
+                self._direct = np.full(span + 1, UNKNOWN_ROW, dtype=np.int64)
+                self._direct[vocabulary - self._low] = np.arange(len(vocabulary)) + FIRST_ROW
+
+    @property
+    def holds_strings(self) -> bool:
+        """Whether the ids are strings."""
+        return self.vocabulary.dtype.kind != "i"
+
+    def rows(self, values: np.ndarray) -> np.ndarray:
+        """Rows of canonical ids ``[n]``: int64 ``[n]``."""
+        if self.holds_strings:
+            found = (self._rows.get(v, UNKNOWN_ROW) for v in values.tolist())
+            return np.fromiter(found, dtype=np.int64, count=len(values))
+        if not len(self.vocabulary):
+            return np.full(len(values), UNKNOWN_ROW, dtype=np.int64)
+        if self._direct is not None:
+            last = len(self._direct) - 1  # a slot that is always unknown
+            inside = (values >= self._low) & (values <= self._low + last - 1)
+            return self._direct[np.where(inside, values, self._low + last) - self._low]
+        place = np.minimum(np.searchsorted(self.vocabulary, values), len(self.vocabulary) - 1)
+        return np.where(self.vocabulary[place] == values, place + FIRST_ROW, UNKNOWN_ROW)
+
+
+def _rotate_left(values: np.ndarray, bits: int) -> np.ndarray:
+    return (values << np.uint64(bits)) | (values >> np.uint64(64 - bits))
