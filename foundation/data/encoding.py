@@ -46,8 +46,8 @@ class EncodedRows:
     """The encoded inputs of one side, jagged where the source is.
 
     ``ids[key]`` int64 ``[sum(lengths[key])]``, ``lengths[key]`` int64 ``[rows]``, ``weights[key]`` float32,
-    as long as ``ids[key]``, ``dense`` float32 ``[rows, U]`` in schema order, ``times[sequence]`` int64 ``[T]``
-    in ms (``NO_TIME`` where unknown). A key is a feature's name or ``sequence.attribute``.
+    as long as ``ids[key]``, ``dense`` float32 ``[rows, U]`` in schema order, ``times[sequence]`` int64
+    ``[T]`` in ms (``NO_TIME`` where unknown). A key is a feature's name or ``sequence.attribute``.
     """
 
     rows: int
