@@ -1,0 +1,127 @@
+"""Outputs appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foundation.data.files import atomic_dir, atomic_path, atomic_write, require_free, sha256_file
+
+
+def test_dir_appears_when_the_block_ends(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with atomic_dir(out) as temporary:
+        (temporary / "sub").mkdir()
+        (temporary / "sub" / "a.txt").write_text("a")
+        assert not out.exists()
+        assert temporary.parent == out.parent
+    assert (out / "sub" / "a.txt").read_text() == "a"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), OSError(errno.ENOSPC, "disk full")])
+def test_nothing_is_left_when_the_block_fails(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), atomic_dir(tmp_path / "out") as temporary:
+        (temporary / "a.txt").write_text("a")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_dir_is_refused_before_the_block(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").write_text("old")
+    with pytest.raises(FileExistsError, match=r"out exists; .* overwrite"), atomic_dir(tmp_path / "out"):
+        pytest.fail("the block ran")
+    assert (tmp_path / "out" / "old.txt").read_text() == "old"
+
+
+def test_overwrite_replaces_whole(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").write_text("old")
+    with atomic_dir(tmp_path / "out", overwrite=True) as temporary:
+        (temporary / "new.txt").write_text("new")
+        assert (tmp_path / "out" / "old.txt").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").write_text("old")
+    with pytest.raises(ValueError), atomic_dir(tmp_path / "out", overwrite=True):
+        raise ValueError
+    assert (tmp_path / "out" / "old.txt").read_text() == "old"
+
+
+def test_empty_dir_counts_as_free(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with atomic_dir(tmp_path / "out") as temporary:
+        (temporary / "a").write_text("a")
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_a_dir_never_replaces_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        require_free(tmp_path / "out", overwrite=True)
+
+
+def test_killed_process_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from foundation.data.files import atomic_dir\n"
+        "with atomic_dir(sys.argv[1]) as t:\n  (t / 'half').write_text('x'); os.kill(os.getpid(), 9)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], cwd=root)
+    assert len(list(tmp_path.glob("out.tmp-*"))) == 1
+    with atomic_dir(tmp_path / "out") as temporary:
+        (temporary / "whole").write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_runs_temporary_is_left_alone(tmp_path: Path) -> None:
+    with atomic_dir(tmp_path / "a") as first, atomic_dir(tmp_path / "b") as second:
+        assert first != second
+    import socket
+
+    running = tmp_path / f"a.tmp-{socket.gethostname()}-{os.getppid()}"
+    running.mkdir()
+    with atomic_dir(tmp_path / "a", overwrite=True):
+        pass
+    assert running.exists()
+
+
+def test_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    atomic_write(path, "é")
+    atomic_write(path, b"new")
+    assert path.read_bytes() == b"new"
+    with pytest.raises(ValueError), atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise ValueError
+    assert path.read_bytes() == b"new"
+    assert [item.name for item in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """A real ENOSPC: /dev/full refuses every write."""
+    if not Path("/dev/full").exists():
+        pytest.skip("/dev/full: this system has none")
+    with pytest.raises(OSError, match="No space left"), atomic_dir(tmp_path / "out") as temporary:
+        (temporary / "a.txt").write_text("a")
+        with open("/dev/full", "w") as full:
+            full.write("x")
+            full.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sha256(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"abc" * 1000)
+    assert sha256_file(path) == hashlib.sha256(b"abc" * 1000).hexdigest()

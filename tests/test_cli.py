@@ -1,0 +1,199 @@
+"""The command line: its table, its options, its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import opengem
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    """Inner settings.
+
+    Args:
+        width: how wide
+    """
+
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"inner.width must be at least 1, is {self.width}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A stage's settings.
+
+    Args:
+        out: where to write
+    """
+
+    out: Path
+    rate: float = 0.5
+    surface: str | None = None
+    sizes: tuple[int, ...] = (1, 2)
+    weights: dict[str, float] = field(default_factory=dict)
+    inner: Inner = Inner()
+    other: Inner = Inner(width=3)
+
+
+def opengem_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "opengem", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_commands_equal_those_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    section = text.split("## Commands")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `opengem ([a-z ]+)` \|", section, re.MULTILINE) == list(opengem.COMMANDS)
+
+
+def test_every_command_of_the_docs_exists() -> None:
+    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    used = set(re.findall(r"^opengem ((?:prepare )?[a-z]+)", text, re.MULTILINE))
+    assert used and used <= set(opengem.COMMANDS)
+
+
+@pytest.mark.parametrize("name", opengem.COMMANDS)
+def test_every_command_has_a_stage_and_a_config(name: str) -> None:
+    function, config_class = opengem.load(opengem.COMMANDS[name])
+    assert callable(function)
+    assert dataclasses.is_dataclass(config_class)
+    assert "--help" in opengem_help(config_class, name)
+
+
+def opengem_help(config_class: type, name: str) -> str:
+    """The help text of a command, built from its config."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        opengem.parse_config(config_class, ["--help"], name=name)
+    assert ended.value.code == 0
+    return out.getvalue()
+
+
+def test_help_imports_no_stage() -> None:
+    code = (
+        "import sys, opengem; status = opengem.main(['--help']);"
+        "heavy = {'torch', 'pyarrow', 'numpy', 'jsonargparse'} & set(sys.modules); print(status, heavy)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "0 set()", result
+    for name, command in opengem.COMMANDS.items():
+        assert f"  {name}" in result.stdout and command.help in result.stdout
+
+
+def test_config_from_options() -> None:
+    arguments = ["--out", "x", "--rate", "1", "--sizes", "[4,5]", "--weights", "{a: 2}", "--weights.b", "3"]
+    arguments += ["--inner.width", "9", "--surface", "feed"]
+    config = opengem.parse_config(Config, arguments, name="test")
+    assert config == Config(
+        out=Path("x"), rate=1.0, surface="feed", sizes=(4, 5), weights={"a": 2.0, "b": 3.0}, inner=Inner(width=9)
+    )
+    assert config.other.width == 3
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("out: x\nrate: 0.25\ninner: {width: 5}\nsurface: feed\n")
+    arguments = ["--config", str(file), "--inner.width", "6", "--surface", "null"]
+    config = opengem.parse_config(Config, arguments, name="test")
+    assert config == Config(out=Path("x"), rate=0.25, inner=Inner(width=6))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "x", "--nope", "1"], "nope"),
+        (["--out", "x", "--rate", "high"], "rate"),
+        (["--rate", "1"], "out"),
+        (["--out", "x", "--inner.width", "0"], r"inner.width must be at least 1, is 0"),
+        (["--out", "x", "--config", "does/not/exist"], "config does/not/exist does not exist"),
+    ],
+)
+def test_wrong_options_name_the_option(arguments: list[str], message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        opengem.parse_config(Config, arguments, name="test")
+
+
+def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("out: x\ninner: {depth: 5}\n")
+    with pytest.raises(ValueError, match="depth"):
+        opengem.parse_config(Config, ["--config", str(file)], name="test")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "error: there is no command 'nope'"),
+        (["prepare"], "error: `opengem prepare` needs one of: prepare logs, prepare kuairand"),
+        (["world", "--rows", "many"], "rows"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    result = opengem_command(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def test_a_stage_error_exits_2_and_a_bug_does_not(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    outcome: list[BaseException] = [ValueError("part-0.parquet: column 'age'\n is missing")]
+
+    def stage(config: Config) -> None:
+        raise outcome[0]
+
+    monkeypatch.setattr(opengem, "load", lambda command: (stage, Config))
+    assert opengem.main(["world", "--out", "x"]) == 2
+    assert capsys.readouterr().err == "error: part-0.parquet: column 'age' is missing\n"
+    outcome[0] = OSError(28, "No space left on device")
+    assert opengem.main(["world", "--out", "x"]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    outcome[0] = KeyboardInterrupt()
+    assert opengem.main(["world", "--out", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    outcome[0] = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        opengem.main(["world", "--out", "x"])
+
+
+def test_exit_status_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Report:
+        exit_code: int
+
+    monkeypatch.setattr(opengem, "load", lambda command: (lambda config: Report(1), Config))
+    assert opengem.main(["world", "--out", "x"]) == 1
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    """A stage that is interrupted while writing exits 130 and removes what it had begun."""
+    out = tmp_path / "raw"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "opengem", "world", "--rows", "50000000", "--out", str(out)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(tmp_path.glob("raw.tmp-*")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "interrupted"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,118 @@
+"""Imports point only the way the layout says, and the server starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("kernels", "foundation", "value_models", "transfer", "serving")
+# What each package may import of the others; a name allows itself and everything below it.
+ALLOWED = {
+    "kernels": ("kernels",),
+    "foundation": ("foundation", "kernels"),
+    "value_models": ("value_models", "kernels", "foundation.data"),
+    "transfer": ("transfer", "foundation", "value_models"),
+    "serving": ("serving", "foundation.data.schema", "foundation.data.encoding"),
+}
+HEAVY = ("torch", "pyarrow", "torchrec", "fbgemm_gpu", "lightning", "duckdb", "ibis")
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module that a file imports anywhere, as dotted names; `from a import b` counts as `a.b` and `a`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def below(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_the_layout_allows(package: str) -> None:
+    files = python_files(package)
+    assert files
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in sorted(imported_modules(path))
+        if name.split(".")[0] in (*PACKAGES, "opengem", "tests")
+        and not any(below(name, prefix) for prefix in ALLOWED[package])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_package_init_files_import_nothing() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in python_files(*PACKAGES)
+        if path.name == "__init__.py"
+        and imported_modules(path)
+        and not (path.parent.parent.name == "kernels" and path.parent.name != "benchmarks")
+    ]
+    assert not wrong, f"hold a docstring only: {wrong}"
+
+
+def test_no_other_code_folder() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert top <= {*PACKAGES, "tests", "opengem.py", "docs"}, sorted(top)
+
+
+def run_without(modules: tuple[str, ...], code: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh interpreter in which importing any of `modules` fails."""
+    blocker = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {modules!r}:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+    return subprocess.run([sys.executable, "-c", blocker + code], cwd=ROOT, capture_output=True, text=True)
+
+
+def module_names(package: str) -> list[str]:
+    return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in python_files(package)]
+
+
+def test_serving_imports_without_torch_and_arrow() -> None:
+    names = [name.removesuffix(".__init__") for name in module_names("serving")]
+    result = run_without(HEAVY, "\n".join(f"import {name}" for name in names))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "foundation.data.schema",
+        "foundation.data.encoding",
+        "foundation.data.files",
+        "foundation.data.progress",
+        "foundation.data.settings",
+        "foundation.data.installation",
+        "opengem",
+    ],
+)
+def test_module_imports_without_torch(module: str) -> None:
+    result = run_without(HEAVY, f"import {module}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_blocker_blocks() -> None:
+    assert "blocked: torch" in run_without(HEAVY, "import torch").stderr
