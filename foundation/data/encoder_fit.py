@@ -63,6 +63,8 @@ class EncoderFit:
         values = column.values if column.valid is None else column.values[column.valid]
         if not len(values):
             return
+        if column.dictionary is not None:
+            values = column.dictionary[values]
         new: np.ndarray
         new, counts = np.unique(canonical_ids(values, name).astype(_plain_dtype(values)), return_counts=True)
         if table in self._counts:

@@ -33,12 +33,14 @@ class EncodingError(ValueError):
 class Column:
     """A raw column. A list column has ``offsets`` int64 ``[rows + 1]`` into ``values``; a null list is empty.
 
-    ``valid`` is a bool mask over ``values`` (``None``: all valid).
+    ``valid`` is a bool mask over ``values`` (``None``: all valid). With a ``dictionary`` (distinct strings, as
+    Arrow stores them), ``values`` are positions in it, so that each distinct string is looked up only once.
     """
 
     values: np.ndarray
     valid: np.ndarray | None = None
     offsets: np.ndarray | None = None
+    dictionary: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +184,16 @@ class Encoder:
         """Embedding rows int64 of a column's values; missing and unknown ids are counted under ``key``."""
         values, valid = column.values, column.valid
         counter = self.counters[key]
+        known = None
+        if column.dictionary is not None:
+            known = self._rows_of(table_name, column.dictionary, key)
         if valid is not None and not valid.all():
             rows = np.full(len(values), MISSING_ROW, dtype=np.int64)
-            rows[valid] = self._rows_of(table_name, values[valid], key)
+            present = values[valid]
+            rows[valid] = self._rows_of(table_name, present, key) if known is None else known[present]
             counter["missing"] += int(len(values) - np.count_nonzero(valid))
         else:
-            rows = self._rows_of(table_name, values, key)
+            rows = self._rows_of(table_name, values, key) if known is None else known[values]
         counter["unknown"] += int(np.count_nonzero(rows == UNKNOWN_ROW))
         return rows
 
@@ -416,13 +422,14 @@ def _clip(
     index = jagged_index(starts, kept)
     clipped = np.concatenate([[0], np.cumsum(kept)])
     selected = _select(column, index)
-    return Column(selected.values, selected.valid, clipped), index
+    return Column(selected.values, selected.valid, clipped, column.dictionary), index
 
 
 def _select(column: Column, index: np.ndarray | None) -> Column:
     if index is None:
         return column
-    return Column(column.values[index], None if column.valid is None else column.valid[index])
+    valid = None if column.valid is None else column.valid[index]
+    return Column(column.values[index], valid, dictionary=column.dictionary)
 
 
 def _aligned(columns: Mapping[str, Column], name: str, index: np.ndarray | None, ids: Column) -> np.ndarray:
