@@ -40,9 +40,7 @@ def auc(scores: np.ndarray, labels: np.ndarray, weight: np.ndarray | None = None
     return float(values[0]) if len(values) else math.nan
 
 
-def gauc(
-    scores: np.ndarray, labels: np.ndarray, users: np.ndarray, weight: np.ndarray | None = None
-) -> float:
+def gauc(scores: np.ndarray, labels: np.ndarray, users: np.ndarray, weight: np.ndarray | None = None) -> float:
     """AUC per user, averaged with the users' total row weights; users whose rows are of one class are left out.
 
     Args:
@@ -109,9 +107,7 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return np.asarray(np.exp(-np.logaddexp(0.0, -z)))
 
 
-def measure(
-    logits: np.ndarray, labels: np.ndarray, users: np.ndarray, weight: np.ndarray | None = None
-) -> Slice:
+def measure(logits: np.ndarray, labels: np.ndarray, users: np.ndarray, weight: np.ndarray | None = None) -> Slice:
     """All metrics of one set of rows.
 
     Returns:

@@ -44,9 +44,13 @@ def test_auc_and_gauc_equal_scikit_learn(seed: int, n: int, ties: bool, weighted
     scores, labels, users, weight = rows(seed, n, ties=ties)
     w = weight if weighted else None
     if len(np.unique(labels)) == 2:
-        assert metrics.auc(scores, labels, w) == pytest.approx(roc_auc_score(labels, scores, sample_weight=w), abs=1e-12)
+        assert metrics.auc(scores, labels, w) == pytest.approx(
+            roc_auc_score(labels, scores, sample_weight=w), abs=1e-12
+        )
         if any(len(np.unique(labels[users == u])) == 2 for u in np.unique(users)):
-            assert metrics.gauc(scores, labels, users, w) == pytest.approx(brute_gauc(scores, labels, users, w), abs=1e-12)
+            assert metrics.gauc(scores, labels, users, w) == pytest.approx(
+                brute_gauc(scores, labels, users, w), abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
