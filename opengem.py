@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import os
 import sys
-import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -244,12 +243,12 @@ def _default(field: dataclasses.Field) -> dict[str, Any]:
     return {"required": True}
 
 
-def _build(config_class: type, parsed: types.SimpleNamespace) -> Any:
+def _build(config_class: type, parsed: Any) -> Any:
     """Turns the parser's nested namespaces into the nested dataclasses."""
     hints = typing.get_type_hints(config_class)
     values = {}
     for field in dataclasses.fields(config_class):
-        value = getattr(parsed, field.name)
+        value = parsed[field.name]  # not getattr: a field may be named like a method of the namespace
         nested = dataclasses.is_dataclass(hints[field.name])
         values[field.name] = _build(hints[field.name], value) if nested else value
     return config_class(**values)

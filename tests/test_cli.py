@@ -47,6 +47,7 @@ class Config:
     weights: dict[str, float] = field(default_factory=dict)
     inner: Inner = Inner()
     other: Inner = Inner(width=3)
+    items: int | None = None
 
 
 def opengem_command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -98,10 +99,17 @@ def test_help_imports_no_stage() -> None:
 
 def test_config_from_options() -> None:
     arguments = ["--out", "x", "--rate", "1", "--sizes", "[4,5]", "--weights", "{a: 2}", "--weights.b", "3"]
+    arguments += ["--items", "4"]
     arguments += ["--inner.width", "9", "--surface", "feed"]
     config = opengem.parse_config(Config, arguments, name="test")
     assert config == Config(
-        out=Path("x"), rate=1.0, surface="feed", sizes=(4, 5), weights={"a": 2.0, "b": 3.0}, inner=Inner(width=9)
+        out=Path("x"),
+        rate=1.0,
+        surface="feed",
+        items=4,
+        sizes=(4, 5),
+        weights={"a": 2.0, "b": 3.0},
+        inner=Inner(width=9),
     )
     assert config.other.width == 3
 
