@@ -1,0 +1,142 @@
+"""Softmax attention over packed sequences as a PyTorch operator, ``opengem::jagged_attention``.
+
+Legend: Tq query rows, Tk key rows, B sequences, Q learned queries, H heads, d key width, e value width.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.jagged.padding import compute_dtype
+from kernels.jagged_attention import reference
+
+
+def _backend(q: Tensor) -> ModuleType:
+    """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
+    return reference
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """Softmax attention; each sequence sees only itself.
+
+    Per sequence and head: ``O_i = sum_j softmax_j(scale * q_i . k_j) v_j``. Where a sequence's numbers of queries
+    and keys differ, its last query stands at its last key. A query with no key to see gives 0.
+
+    Args:
+        q: packed queries ``[Tq, H, d]`` with ``q_offsets``; or learned queries ``[Q, H, d]`` without, which every
+            sequence asks (pooling by multi-head attention, PMA).
+        k: keys ``[Tk, H, d]``. v: values ``[Tk, H, e]``. Cast to the dtype of q.
+        q_offsets: int64 ``[B + 1]`` or ``None``. kv_offsets: int64 ``[B + 1]``.
+        scale: default ``1 / sqrt(d)``.
+        causal: a query sees the keys up to its own place.
+        window: a query sees the keys at most this many places away; ``None``: all.
+
+    Returns:
+        ``[Tq, H, e]``, or ``[B, Q, H, e]`` without ``q_offsets``, in the dtype of q.
+
+    Raises:
+        ValueError: shapes that do not go together, or a negative window.
+    """
+    if window is not None and window < 0:
+        raise ValueError(f"window must not be negative, got {window}")
+    if not (q.dim() == k.dim() == v.dim() == 3) or q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    limit = -1 if window is None else window
+    out, _ = _jagged_attention(q, k, v, q_offsets, kv_offsets, factor, causal, limit)
+    if q_offsets is None:
+        return out.view(kv_offsets.shape[0] - 1, q.shape[0], v.shape[1], v.shape[2])
+    return out
+
+
+@torch.library.custom_op("opengem::jagged_attention", mutates_args=())
+def _jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    return _backend(q).forward(q, k, v, q_offsets, kv_offsets, scale, causal, window)
+
+
+@_jagged_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    rows = q.shape[0] if q_offsets is not None else q.shape[0] * (kv_offsets.shape[0] - 1)
+    lse_dtype = compute_dtype(q.dtype)
+    return q.new_empty((rows, v.shape[1], v.shape[2])), q.new_empty((rows, q.shape[1]), dtype=lse_dtype)
+
+
+@torch.library.custom_op("opengem::jagged_attention_backward", mutates_args=())
+def _jagged_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backend(q).backward(grad, q, k, v, out, lse, q_offsets, kv_offsets, scale, causal, window)
+
+
+@_jagged_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_offsets, kv_offsets, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets)
+    ctx.options = options
+
+
+def _autograd(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _jagged_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None, None, None)
+
+
+_jagged_attention.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,185 @@
+"""Jagged data movement against loops over sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from kernels import jagged
+from kernels.jagged import op
+
+LENGTHS = st.lists(st.integers(0, 5), max_size=6)
+
+
+def packed(lengths: list[int], *dims: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    offsets = jagged.offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
+    return torch.randn(int(offsets[-1]), *dims, generator=generator, dtype=torch.float64), offsets
+
+
+def sequences(values: Tensor, offsets: Tensor) -> list[Tensor]:
+    return [values[offsets[b] : offsets[b + 1]] for b in range(offsets.numel() - 1)]
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_lengths_and_offsets_are_inverse(lengths: list[int]) -> None:
+    offsets = jagged.offsets_from_lengths(torch.tensor(lengths, dtype=torch.int32))
+    assert offsets.dtype == torch.int64
+    assert offsets[0] == 0
+    assert jagged.lengths_from_offsets(offsets).tolist() == lengths
+    owner = jagged.sequence_ids(offsets, sum(lengths))
+    assert owner.tolist() == [b for b, n in enumerate(lengths) for _ in range(n)]
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 7), st.sampled_from([(), (2,), (2, 3)]))
+def test_to_padded(lengths: list[int], width: int, dims: tuple[int, ...]) -> None:
+    values, offsets = packed(lengths, *dims)
+    padded = jagged.to_padded(values, offsets, width, padding=-7.0)
+    assert padded.shape == (len(lengths), width, *dims)
+    for row, sequence in zip(padded, sequences(values, offsets), strict=True):
+        kept = min(width, sequence.shape[0])
+        assert torch.equal(row[:kept], sequence[:kept])
+        assert (row[kept:] == -7.0).all()
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 3))
+def test_padding_is_undone(lengths: list[int], extra: int) -> None:
+    values, offsets = packed(lengths, 2)
+    padded = jagged.to_padded(values, offsets, max(lengths, default=0) + extra)
+    assert torch.equal(jagged.from_padded(padded, offsets, values.shape[0]), values)
+
+
+def test_from_padded_gives_zero_beyond_the_padded_length() -> None:
+    offsets = torch.tensor([0, 3, 4])
+    out = jagged.from_padded(torch.ones(2, 2, 1), offsets, 4)
+    assert out.flatten().tolist() == [1, 1, 0, 1]
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_segment_sum_and_mean(lengths: list[int]) -> None:
+    values, offsets = packed(lengths, 3)
+    total, mean = jagged.segment_sum(values, offsets), jagged.segment_mean(values, offsets)
+    assert total.shape == mean.shape == (len(lengths), 3)
+    for b, sequence in enumerate(sequences(values, offsets)):
+        torch.testing.assert_close(total[b], sequence.sum(0))
+        torch.testing.assert_close(mean[b], sequence.mean(0) if len(sequence) else torch.zeros(3).double())
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.data())
+def test_gather_sequences(lengths: list[int], data: st.DataObject) -> None:
+    values, offsets = packed(lengths, 2)
+    choice = st.lists(st.integers(0, len(lengths) - 1), max_size=8) if lengths else st.just([])
+    index = torch.tensor(data.draw(choice), dtype=torch.int64)
+    out, new_offsets = jagged.gather_sequences(values, offsets, index)
+    before, after = sequences(values, offsets), sequences(out, new_offsets)
+    assert len(after) == len(index)
+    for i, sequence in zip(index.tolist(), after, strict=True):
+        assert torch.equal(sequence, before[i])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6))
+def test_concat(lengths: list[tuple[int, int]]) -> None:
+    a, a_offsets = packed([n for n, _ in lengths], 2, seed=1)
+    b, b_offsets = packed([n for _, n in lengths], 2, seed=2)
+    out, offsets = jagged.concat(a, a_offsets, b, b_offsets)
+    parts = zip(sequences(a, a_offsets), sequences(b, b_offsets), sequences(out, offsets), strict=True)
+    for x, y, joined in parts:
+        assert torch.equal(joined, torch.cat([x, y]))
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(0, 4))
+def test_last_k(lengths: list[int], k: int) -> None:
+    values, offsets = packed(lengths, 2)
+    rows, real = jagged.last_k(values, offsets, k)
+    assert rows.shape == (len(lengths), k, 2)
+    for b, sequence in enumerate(sequences(values, offsets)):
+        kept = min(k, len(sequence))
+        assert real[b].tolist() == [False] * (k - kept) + [True] * kept
+        assert torch.equal(rows[b, k - kept :], sequence[len(sequence) - kept :])
+        assert not rows[b, : k - kept].any()
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_broadcast_add(lengths: list[int]) -> None:
+    values, offsets = packed(lengths, 2)
+    dense = torch.randn(len(lengths), 2, dtype=torch.float64)
+    out = sequences(jagged.broadcast_add(values, offsets, dense), offsets)
+    for b, sequence in enumerate(sequences(values, offsets)):
+        assert torch.equal(out[b], sequence + dense[b])
+
+
+def test_rows_taken_twice_sum_their_gradients() -> None:
+    values = torch.ones(3, 2, requires_grad=True)
+    jagged.gather_rows(values, torch.tensor([2, 0, 2])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1, 1], [0, 0], [2, 2]]
+
+
+OFFSETS = torch.tensor([0, 2, 2, 5, 6])
+DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "to_padded": lambda x: jagged.to_padded(x, OFFSETS, 3),
+    "to_padded, cut": lambda x: jagged.to_padded(x, OFFSETS, 2),
+    "from_padded": lambda x: jagged.from_padded(x.view(2, 3, 2), torch.tensor([0, 1, 4]), 4),
+    "from_padded, short": lambda x: jagged.from_padded(x.view(3, 2, 2), torch.tensor([0, 1, 4, 4]), 4),
+    "gather_rows": lambda x: jagged.gather_rows(x, torch.tensor([5, 0, 5, 3])),
+    "scatter_sum": lambda x: jagged.scatter_sum(x, torch.tensor([1, 0, 1, 3, 3, 3]), 5),
+    "segment_sum": lambda x: jagged.segment_sum(x, OFFSETS),
+    "segment_mean": lambda x: jagged.segment_mean(x, OFFSETS),
+    "gather_sequences": lambda x: jagged.gather_sequences(x, OFFSETS, torch.tensor([2, 1, 2, 0]))[0],
+    "concat": lambda x: jagged.concat(x, OFFSETS, x * 2, OFFSETS)[0],
+    "last_k": lambda x: jagged.last_k(x, OFFSETS, 2)[0],
+    "broadcast_add": lambda x: jagged.broadcast_add(x, OFFSETS, x[:4] * 3),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_twice(name: str) -> None:
+    x = torch.randn(6, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(DIFFERENTIABLE[name], (x,))
+    assert torch.autograd.gradgradcheck(DIFFERENTIABLE[name], (x,))
+
+
+def test_an_empty_batch_keeps_the_graph() -> None:
+    x = torch.zeros(0, 2, requires_grad=True)
+    offsets = torch.tensor([0])
+    out = [
+        jagged.to_padded(x, offsets, 3),
+        jagged.segment_mean(x, offsets),
+        jagged.last_k(x, offsets, 2)[0],
+        jagged.gather_sequences(x, offsets, torch.zeros(0, dtype=torch.int64))[0],
+        jagged.concat(x, offsets, x, offsets)[0],
+    ]
+    sum(o.sum() for o in out).backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
+    padded = torch.randn(4, 3, 2, dtype=dtype, requires_grad=True)
+    index = torch.tensor([1, 0, 1, 3, 3, 3])
+    torch.library.opcheck(op._to_padded, (x, OFFSETS, 3, 0.5))
+    torch.library.opcheck(op._from_padded, (padded, OFFSETS, 6))
+    torch.library.opcheck(op._gather_rows, (x, index))
+    torch.library.opcheck(op._scatter_sum, (x, index, 4))
+    torch.library.opcheck(op._segment_sum, (x, OFFSETS))
+
+
+def test_integer_rows_can_be_moved() -> None:
+    values = torch.arange(6)
+    assert jagged.to_padded(values, OFFSETS, 2, padding=-1)[1].tolist() == [-1, -1]
+    assert jagged.gather_rows(values, torch.tensor([3])).tolist() == [3]
