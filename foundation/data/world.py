@@ -2,14 +2,14 @@
 
     OUT/impressions/part-00000.parquet ...   one row per impression, sorted by time, rows of a request adjacent
     OUT/users.parquet, OUT/items.parquet     what is known about them
-    OUT/schema.yaml                          the schema of the dataset that `opengem prepare logs` makes of it
+    OUT/schema.yaml, OUT/prepare.yaml        what `opengem prepare logs --config` needs to make a dataset of it
     OUT/world.yaml, OUT/world.json           the config and the counts
 
 Histories are not written: `prepare` builds them from the log, as from any other. The columns `true_click`,
 `true_like` and `true_conversion` (given a click) are no features; they tell what the best possible model would say.
 
 Memory does not grow with the number of rows. Users are simulated in blocks of about `BLOCK_ROWS` rows, and the rows of
-a block are appended to one uncompacted Arrow file per stretch of time; then each stretch is read, sorted and
+a block are appended to one Arrow stream per stretch of time; then each stretch is read, sorted and
 written as Parquet. The stretches hold about `BLOCK_ROWS` rows too, up to `MAX_STRETCHES` of them (the number
 of files that are open at once); beyond that they grow.
 """
@@ -23,10 +23,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from foundation.data.files import atomic_dir, atomic_write
 from foundation.data.progress import progress
@@ -152,6 +154,7 @@ def world(config: WorldConfig) -> WorldResult:
         spills = _spill_blocks(config, items, centres, folder)
         counts = _sort_spills(config, spills, folder)
         world_schema(config).save(folder / "schema.yaml")
+        atomic_write(folder / "prepare.yaml", yaml.safe_dump(_prepare_settings(config.out.resolve()), sort_keys=False))
         result = WorldResult(
             out=config.out, items=items.count, users=pq.read_metadata(folder / "users.parquet").num_rows, **counts
         )
@@ -218,6 +221,26 @@ def world_schema(config: WorldConfig) -> Schema:
         },
         source="synthetic world",
     )
+
+
+def _prepare_settings(folder: Path) -> dict[str, Any]:
+    """The settings of `opengem prepare logs` for the logs in `folder`; the output is left to the user.
+
+    Only what is known at the time of an event goes into histories: a conversion comes later, so it does not.
+    """
+    return {
+        "schema": str(folder / "schema.yaml"),
+        "log": [str(folder / "impressions" / "*.parquet")],
+        "users": {"path": str(folder / "users.parquet"), "key": "user_id"},
+        "items": {"path": str(folder / "items.parquet"), "key": "item_id"},
+        "sequences": {
+            "clicked": {
+                "attributes": {"item": "item_id", "like": "like", "surface": "surface"},
+                "where": "click == 1",
+            }
+        },
+        "carry": [f"true_{task}" for task in TASKS],
+    }
 
 
 def _expected_users(config: WorldConfig) -> int:

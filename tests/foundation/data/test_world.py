@@ -15,7 +15,9 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+import opengem
 from foundation.data import world as world_module
+from foundation.data.prepare import PrepareConfig, prepare
 from foundation.data.schema import Schema
 from foundation.data.world import WorldConfig, world
 
@@ -28,7 +30,9 @@ def read_log(out: Path) -> dict[str, np.ndarray]:
 
 
 def digests(out: Path) -> dict[str, str]:
-    files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name != "world.yaml"]
+    """Of all files but the two that name the output folder."""
+    own = {"world.yaml", "prepare.yaml"}
+    files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name not in own]
     return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -175,6 +179,26 @@ def test_schema_names_columns_that_are_there(small: Path) -> None:
         ("country", pq.read_table(small / "users.parquet")["country"].to_numpy()),
     ):
         assert values.min() >= 0 and values.max() < schema.table(table).rows - 2, table
+
+
+def test_prepare_makes_a_dataset_of_it(small: Path, tmp_path: Path) -> None:
+    """Histories are the user's last clicks, strictly before the row; rows and truth arrive unchanged."""
+    arguments = ["--config", str(small / "prepare.yaml"), "--out", str(tmp_path / "dataset")]
+    prepare(opengem.parse_config(PrepareConfig, arguments, name="prepare logs"))
+    columns = ["impression_id", "user_id", "time_ms", "true_click", "clicked_item", "clicked_time_ms"]
+    splits = [pq.read_table(tmp_path / "dataset" / name, columns=columns) for name in ("train", "validation", "test")]
+    table = pa.concat_tables(splits)
+    log = read_log(small)
+    assert table["impression_id"].to_pylist() == log["impression_id"].tolist()
+    assert (table["true_click"].to_numpy() == log["true_click"]).all()
+    assert splits[0]["time_ms"].to_numpy().max() < splits[1]["time_ms"].to_numpy().min()
+    clicked, items, times = log["click"] == 1, table["clicked_item"], table["clicked_time_ms"]
+    for row in range(0, table.num_rows, 4001):
+        earlier = clicked & (log["user_id"] == log["user_id"][row]) & (log["time_ms"] < log["time_ms"][row])
+        assert sorted(times[row].as_py()) == times[row].as_py() == log["time_ms"][earlier][-50:].tolist()
+        # Clicks of one request share a time; which of them the limit of 50 cuts off is not defined.
+        if earlier.sum() <= 50:
+            assert sorted(items[row].as_py()) == sorted(log["item_id"][earlier].tolist())
 
 
 @pytest.mark.parametrize(
