@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import opengem
+from foundation.data.options import parse_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,7 +82,7 @@ def opengem_help(config_class: type, name: str) -> str:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
-        opengem.parse_config(config_class, ["--help"], name=name)
+        parse_config(config_class, ["--help"], name=name)
     assert ended.value.code == 0
     return out.getvalue()
 
@@ -101,7 +102,7 @@ def test_config_from_options() -> None:
     arguments = ["--out", "x", "--rate", "1", "--sizes", "[4,5]", "--weights", "{a: 2}", "--weights.b", "3"]
     arguments += ["--items", "4"]
     arguments += ["--inner.width", "9", "--surface", "feed"]
-    config = opengem.parse_config(Config, arguments, name="test")
+    config = parse_config(Config, arguments, name="test")
     assert config == Config(
         out=Path("x"),
         rate=1.0,
@@ -118,7 +119,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("out: x\nrate: 0.25\ninner: {width: 5}\nsurface: feed\n")
     arguments = ["--config", str(file), "--inner.width", "6", "--surface", "null"]
-    config = opengem.parse_config(Config, arguments, name="test")
+    config = parse_config(Config, arguments, name="test")
     assert config == Config(out=Path("x"), rate=0.25, inner=Inner(width=6))
 
 
@@ -134,14 +135,14 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
 )
 def test_wrong_options_name_the_option(arguments: list[str], message: str) -> None:
     with pytest.raises((ValueError, OSError), match=message):
-        opengem.parse_config(Config, arguments, name="test")
+        parse_config(Config, arguments, name="test")
 
 
 def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("out: x\ninner: {depth: 5}\n")
     with pytest.raises(ValueError, match="depth"):
-        opengem.parse_config(Config, ["--config", str(file)], name="test")
+        parse_config(Config, ["--config", str(file)], name="test")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_serving_imports_without_torch_and_arrow() -> None:
         "foundation.data.progress",
         "foundation.data.settings",
         "foundation.data.installation",
+        "foundation.data.options",
         "opengem",
     ],
 )

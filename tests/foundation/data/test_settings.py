@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import opengem
+from foundation.data.options import parse_config
 from foundation.data.settings import PRESETS, preset, save, show, to_yaml
 
 
@@ -34,7 +34,7 @@ CONFIG = Config(out=Path("a/b"), inner=Inner(width=7), weights={"click": 0.5})
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     save(CONFIG, tmp_path / "config.yaml")
     arguments = ["--config", str(tmp_path / "config.yaml")]
-    assert opengem.parse_config(Config, arguments, name="test") == CONFIG
+    assert parse_config(Config, arguments, name="test") == CONFIG
 
 
 def test_show_prints_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-import opengem
 from foundation.data import world as world_module
+from foundation.data.options import parse_config
 from foundation.data.prepare import PrepareConfig, prepare
 from foundation.data.schema import Schema
 from foundation.data.world import WorldConfig, world
@@ -184,7 +184,7 @@ def test_schema_names_columns_that_are_there(small: Path) -> None:
 def test_prepare_makes_a_dataset_of_it(small: Path, tmp_path: Path) -> None:
     """Histories are the user's last clicks, strictly before the row; rows and truth arrive unchanged."""
     arguments = ["--config", str(small / "prepare.yaml"), "--out", str(tmp_path / "dataset")]
-    prepare(opengem.parse_config(PrepareConfig, arguments, name="prepare logs"))
+    prepare(parse_config(PrepareConfig, arguments, name="prepare logs"))
     columns = ["impression_id", "user_id", "time_ms", "true_click", "clicked_item", "clicked_time_ms"]
     splits = [pq.read_table(tmp_path / "dataset" / name, columns=columns) for name in ("train", "validation", "test")]
     table = pa.concat_tables(splits)

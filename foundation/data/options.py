@@ -1,0 +1,85 @@
+"""Command-line options and YAML files to config dataclasses.
+
+The options of a config are its fields, nested dataclasses with dots. They come from a YAML file (`--config`), from
+the command line, or both; what comes later wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from foundation.data.settings import preset
+
+
+def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> Any:
+    """Builds a config dataclass from command-line arguments and YAML files.
+
+    Args:
+        config_class: the dataclass; nested dataclasses become dotted options.
+        arguments: such as ["--config", "configs/foundation/tiny.yaml", "--model.width", "64"].
+        name: the command, for the usage line.
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong type, or what the dataclass refuses.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    parser = ArgumentParser(prog=f"opengem {name}", exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    _add_fields(parser, config_class, prefix="")
+    try:
+        parsed = parser.instantiate(parser.parse_args(_resolve_presets(arguments)))
+    except ArgumentError as error:
+        raise ValueError(f"{error} (`opengem {name} --help` lists the options)") from error
+    return _build(config_class, parsed)
+
+
+def _resolve_presets(arguments: Sequence[str]) -> list[str]:
+    """Replaces the value of `--config` by the path of the file or preset that it names."""
+    resolved = list(arguments)
+    for index, argument in enumerate(resolved):
+        if argument == "--config" and index + 1 < len(resolved):
+            resolved[index + 1] = str(preset(resolved[index + 1]))
+        elif argument.startswith("--config="):
+            resolved[index] = f"--config={preset(argument.removeprefix('--config='))}"
+    return resolved
+
+
+def _add_fields(parser: Any, config_class: type, prefix: str, default: Any = None) -> None:
+    """Adds one option per field; a field that is a dataclass adds its own fields under its name.
+
+    `default` is the instance that holds the defaults, when the field that leads here declares one.
+    """
+    from docstring_parser import parse
+
+    described = {item.arg_name: item.description for item in parse(config_class.__doc__ or "").params}
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        hint, key = hints[field.name], f"{prefix}{field.name}"
+        settings = {"default": getattr(default, field.name)} if default is not None else _default(field)
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            _add_fields(parser, hint, prefix=f"{key}.", default=settings.get("default"))
+            continue
+        parser.add_argument(f"--{key}", type=hint, help=described.get(field.name), **settings)
+
+
+def _default(field: dataclasses.Field) -> dict[str, Any]:
+    if field.default is not dataclasses.MISSING:
+        return {"default": field.default}
+    if field.default_factory is not dataclasses.MISSING:
+        return {"default": field.default_factory()}
+    return {"required": True}
+
+
+def _build(config_class: type, parsed: Any) -> Any:
+    """Turns the parser's nested namespaces into the nested dataclasses."""
+    hints = typing.get_type_hints(config_class)
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = parsed[field.name]  # not getattr: a field may be named like a method of the namespace
+        nested = dataclasses.is_dataclass(hints[field.name])
+        values[field.name] = _build(hints[field.name], value) if nested else value
+    return config_class(**values)
