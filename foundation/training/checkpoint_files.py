@@ -1,0 +1,289 @@
+"""A checkpoint on disk: written whole or not at all, verified when read, loadable at any number of ranks.
+
+    checkpoints/
+      step-00000100/   __0_0.distcp ..., .metadata   tensors, torch.distributed.checkpoint
+                       rank-00000.json ...           what belongs to one rank
+                       manifest.json                 everything else, and the SHA-256 of each other file
+      latest, best     text files that hold the name of a step's folder
+
+A step's folder is written under another name, flushed and renamed; a pointer is replaced after that. A kill at any
+moment therefore leaves the previous checkpoint in place and reachable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from foundation.data.files import atomic_write, sha256_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Tensors = Mapping[str, torch.Tensor | ShardedTensor]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, found or used; the message names the path and what is wrong."""
+
+
+def step_name(step: int) -> str:
+    """The folder's name of a step."""
+    return f"step-{step:08d}"
+
+
+def write_checkpoint(
+    folder: Path, step: int, tensors: Tensors, rank_state: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> Path:
+    """Writes one checkpoint and points `latest` at it; a collective call.
+
+    Args:
+        folder: the run's `checkpoints` folder, on a file system that all ranks share.
+        step: updates done so far.
+        tensors: by key; replicated ones are written once, of sharded ones each rank writes its part.
+        rank_state: plain values of this rank.
+        manifest: plain values of the run, equal on all ranks; what rank 0 passes is written.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write. Nothing is left behind.
+    """
+    final, temporary = folder / step_name(step), folder / f"{step_name(step)}.tmp"
+    rank = _rank()
+    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+        with _quiet():
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary), no_dist=not _distributed())
+        atomic_write(temporary / _rank_file(rank), json.dumps(rank_state))
+    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+        if rank == 0:
+            files = {
+                path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for path in sorted(temporary.iterdir())
+            }
+            whole = {"format": FORMAT, "step": step, **manifest, "files": files}
+            atomic_write(temporary / MANIFEST, json.dumps(whole, indent=1))
+            _sync_folder(temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(temporary, final)
+            _sync_folder(folder)
+            atomic_write(folder / "latest", final.name)
+    return final
+
+
+def point(folder: Path, name: str, target: Path) -> None:
+    """Sets a pointer such as `best` to a checkpoint; only rank 0 writes."""
+    if _rank() == 0:
+        atomic_write(folder / name, target.name)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes all checkpoints but the `keep` newest and those that a pointer names, and unfinished ones."""
+    if _rank() != 0:
+        return
+    named = {path.read_text().strip() for path in (folder / "latest", folder / "best") if path.is_file()}
+    steps = sorted(path for path in folder.glob("step-*") if path.suffix != ".tmp")
+    for path in [*steps[: len(steps) - keep], *folder.glob("step-*.tmp")]:
+        if path.name not in named:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
+    """The folder of a checkpoint.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+        which: `latest`, `best`, or a step.
+
+    Raises:
+        CheckpointError: there is none; the message lists those that exist.
+    """
+    steps = sorted(path.name for path in folder.glob("step-*") if path.suffix != ".tmp")
+    have = f"it has {', '.join(steps)}" if steps else "it has none"
+    if isinstance(which, int) or which.isdigit():
+        path = folder / step_name(int(which))
+    elif which in ("latest", "best"):
+        pointer = folder / which
+        if not pointer.is_file():
+            why = "; no evaluation has chosen one" if which == "best" and steps else ""
+            raise CheckpointError(f"{folder}: no checkpoint is called {which}{why}; {have}")
+        path = folder / pointer.read_text().strip()
+    else:
+        raise CheckpointError(f"{folder}: a checkpoint is latest, best or a step, got {which!r}")
+    if not path.is_dir():
+        raise CheckpointError(f"{folder}: there is no checkpoint {path.name}; {have}")
+    return path
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); this is not a whole checkpoint") from None
+    except ValueError:
+        raise CheckpointError(f"{path}: damaged, not JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {manifest.get('format')!r} is not the format {FORMAT} of this version")
+    return manifest
+
+
+def verify_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+    """Compares size and SHA-256 of the files with the manifest; ranks share the work. A collective call.
+
+    Raises:
+        CheckpointError: on every rank, naming the first file that is missing or differs.
+    """
+    with _together(""):
+        for number, (name, wanted) in enumerate(sorted(manifest["files"].items())):
+            path = checkpoint / name
+            if number % _world() != _rank():
+                continue
+            if not path.is_file():
+                raise CheckpointError(f"{path}: is missing; the checkpoint is damaged")
+            size = path.stat().st_size
+            if size != wanted["bytes"]:
+                raise CheckpointError(f"{path}: has {size} bytes instead of {wanted['bytes']}; it is damaged")
+            if sha256_file(path) != wanted["sha256"]:
+                raise CheckpointError(f"{path}: its SHA-256 differs from the manifest's; it is damaged")
+
+
+def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """What one rank wrote for itself. Raises CheckpointError when there is nothing for that rank."""
+    path = checkpoint / _rank_file(rank)
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def saved_keys(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Key and whole shape of every tensor in a checkpoint. Raises CheckpointError when it cannot be read."""
+    try:
+        metadata: Metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    except Exception as error:  # pickle, zip and the file system each have their own
+        raise CheckpointError(f"{checkpoint}: its index .metadata cannot be read: {error}") from None
+    items = metadata.state_dict_metadata.items()
+    return {key: tuple(entry.size) for key, entry in items if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_tensors(checkpoint: Path, tensors: Tensors, prefixes: Iterable[str] | None = None) -> None:
+    """Fills tensors in place, at any sharding; a collective call when there is a process group.
+
+    Args:
+        checkpoint: the folder.
+        tensors: by key, of the shapes that were saved. Over all ranks they must be exactly the saved ones.
+        prefixes: keys in the checkpoint with another beginning are left alone; None means all keys count.
+
+    Raises:
+        CheckpointError: listing keys that are missing, not expected, or of another shape.
+    """
+    saved = saved_keys(checkpoint)
+    if prefixes is not None:
+        saved = {key: shape for key, shape in saved.items() if key.startswith(tuple(prefixes))}
+    wanted = _union({key: tuple(value.size()) for key, value in tensors.items()})
+    problems = [
+        f"{len(keys)} {what}: {', '.join(sorted(keys)[:20])}{', ...' if len(keys) > 20 else ''}"
+        for what, keys in (
+            ("keys are missing in it", wanted.keys() - saved.keys()),
+            ("keys in it are not expected", saved.keys() - wanted.keys()),
+            (
+                "keys have another shape",
+                {f"{k} {saved[k]} instead of {wanted[k]}" for k in wanted.keys() & saved if wanted[k] != saved[k]},
+            ),
+        )
+        if keys
+    ]
+    if problems:
+        raise CheckpointError(f"{checkpoint}: does not fit the model; {'; '.join(problems)}")
+    with _together(f"cannot read checkpoint {checkpoint}"), _quiet():
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(checkpoint), no_dist=not _distributed())
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _distributed() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if _distributed() else 1
+
+
+def _sync_folder(path: Path) -> None:
+    """Flushes a folder's entries; the files in it flush themselves when they are written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _union(keys: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Keys of all ranks; a rank without a row of a table has no momentum for it."""
+    if _world() == 1:
+        return keys
+    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(_world())]
+    dist.all_gather_object(gathered, keys)
+    return {key: shape for part in gathered for key, shape in part.items()}
+
+
+@contextmanager
+def _together(what: str, cleanup: Path | None = None) -> Iterator[None]:
+    """Runs a block on every rank; if it fails on one, every rank raises a CheckpointError with the first reason."""
+    reason: str | None = None
+    bug: Exception | None = None
+    try:
+        yield
+    except CheckpointException as error:  # torch's own, not an Exception: one reason per rank
+        reason = str(next(iter(error.failures.values()))[0])
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error)
+    except Exception as error:  # raised below, once the other ranks know that they need not wait
+        reason, bug = str(error), error
+    reasons: list[str | None] = [reason]
+    if _world() > 1:
+        reasons = [None] * _world()
+        dist.all_gather_object(reasons, reason)
+    first = next((r for r in reasons if r is not None), None)
+    if first is None:
+        return
+    if cleanup is not None and _rank() == 0:
+        shutil.rmtree(cleanup, ignore_errors=True)
+    raise CheckpointError(f"{what}: {first}" if what else first) from bug
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a checkpoint of one process is one of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
