@@ -14,7 +14,7 @@ from serving.errors import invalid
 _WHOLE = frozenset({int, bool})
 _NUMBER = frozenset({int, float, bool})
 _LARGEST = 2**63 - 1
-_NAMES: dict[type, str] = {int: "an integer id", str: "a string id"}
+_NAMES: dict[type, str] = {int: "an integer", str: "a string"}
 
 
 class Place:
@@ -57,7 +57,7 @@ def _wrong_id(values: list[Any], place: Callable[[int], str], takes: type | None
         text = type(value) is str
         number = type(value) in _NUMBER and float(value).is_integer()
         if not text and not number:
-            wanted = "an integer or string id" if takes is None else _NAMES[takes]
+            wanted = "an integer or a string" if takes is None else _NAMES[takes]
         elif takes is None:
             takes = str if text else int
             continue

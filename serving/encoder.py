@@ -185,12 +185,14 @@ class RequestEncoder:
         columns |= self._columns("context", [context], lambda index: "context", counts)
         items = self._columns("item", request.candidates, lambda index: f"candidates[{index}]", counts)
         rows = len(request.candidates)
+        moment = np.array([request.time_ms], np.int64)
+        histories = [self._history(s, request, counts, unknown) for s in self._schema.sequences]
         try:
-            user = encode_rows(self._encoder, self._schema.request_features, (), columns, 1)
-            item = encode_rows(self._encoder, self._schema.item_features, (), items, rows)
-            for sequence in self._schema.sequences:
-                events = self._history(sequence, request, counts, unknown)
-                user = _merge(user, encode_rows(self._encoder, (), (sequence,), events, 1))
+            with np.errstate(over="ignore"):  # numbers too large for float32 are refused below
+                user = encode_rows(self._encoder, self._schema.request_features, (), columns, 1)
+                item = encode_rows(self._encoder, self._schema.item_features, (), items, rows)
+            for sequence, events in zip(self._schema.sequences, histories, strict=True):
+                user = _merge(user, encode_rows(self._encoder, (), (sequence,), events, 1, moment))
         except ValueError as error:  # EncodingError, and the id functions' own
             raise invalid(str(error)) from None
         _check_dense(self._schema.request_features, user)
@@ -199,7 +201,6 @@ class RequestEncoder:
             for key, ids in encoded.ids.items():
                 if found := int(np.count_nonzero(ids == UNKNOWN_ROW)):
                     counts.unknown_ids[key] = found
-        moment = np.array([request.time_ms], np.int64)
         return model_inputs(self._schema, user, item, np.zeros(rows, np.int64), moment)
 
     def _with_defaults(self, request: RankRequest) -> dict[str, Any]:

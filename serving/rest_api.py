@@ -230,7 +230,7 @@ class RestApi:
         )
 
     async def _load(self, request: Request) -> Response:
-        parameters = (await self._parameters(request)).get("parameters") or {}
+        parameters = (await self._parameters(request)).get("parameters", {})
         model = await self._service.load(request.path_params["model"], load_version(parameters))
         return _json({"name": model.name, "version": model.version})
 
@@ -292,7 +292,9 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientDisconnect
+        gone = ServingError(Reason.CANCELLED, "the client went away")
+        gone.counted = True  # by the service, when its task is cancelled below
+        raise gone
     finally:
         watch.cancel()
         if not task.done():

@@ -107,6 +107,7 @@ def write_model(
     seed: int = 0,
     value: str = "click + 0.5 * like",
     repeat: int = 1,
+    surface: str | None = None,
 ) -> Path:
     """Writes `root/name/version`, whole and valid; another seed gives other scores.
 
@@ -128,7 +129,7 @@ def write_model(
         "schema_hash": schema().hash,
         "encoder_hash": encoder().hash,
         "tasks": list(TASKS),
-        "surface": name,
+        "surface": surface or name,
         "value": value,
         "signature": {
             "inputs": [_spec(spec) for spec in signature],
