@@ -19,10 +19,13 @@ from typing import Any, Literal
 import numpy as np
 
 from foundation.data.ids import VocabularyIndex, canonical_ids, hash_rows, range_rows
+from foundation.data.jagged import jagged_index, pad
 from foundation.data.schema import FIRST_ROW, MISSING_ROW, UNKNOWN_ROW, Feature, Schema, Sequence
 
 NO_TIME = -1
 """The time of an event whose time is not known."""
+
+MS_PER_HOUR = 3_600_000
 
 
 class EncodingError(ValueError):
@@ -228,18 +231,14 @@ class Encoder:
             values = (values - mean) / deviation
         return np.where(good, values, 0.0).astype(np.float32)[:, None]
 
-    def _encode_embedding(
-        self, feature: Feature, column: Column, values: np.ndarray, good: np.ndarray
-    ) -> np.ndarray:
+    def _encode_embedding(self, feature: Feature, column: Column, values: np.ndarray, good: np.ndarray) -> np.ndarray:
         if column.offsets is None:
             raise EncodingError(f"{feature.column}: an embedding feature needs a list column")
         lengths = np.diff(column.offsets)
         odd = (lengths != feature.dim) & (lengths != 0)
         if odd.any():
             row = int(np.flatnonzero(odd)[0])
-            raise EncodingError(
-                f"{feature.column}: expected {feature.dim} numbers, got {lengths[row]} in row {row}"
-            )
+            raise EncodingError(f"{feature.column}: expected {feature.dim} numbers, got {lengths[row]} in row {row}")
         out = np.zeros((len(lengths), feature.dim), dtype=np.float32)
         out[lengths > 0] = np.where(good, values, 0.0).reshape(-1, feature.dim)
         self.counters[feature.name]["missing"] += int(np.count_nonzero(lengths == 0))
@@ -252,11 +251,13 @@ def encode_rows(
     sequences: Iterable[Sequence],
     columns: Mapping[str, Column],
     rows: int,
+    request_time: np.ndarray | None = None,
 ) -> EncodedRows:
     """Encodes the given features and sequences of ``rows`` rows.
 
     Args:
         columns: raw columns by column name; each has ``rows`` rows.
+        request_time: int64 ``[rows]`` ms; needed where a sequence has attributes that are known only later.
 
     Raises:
         EncodingError: a column is absent, of a type that does not fit, or list columns are not aligned.
@@ -282,6 +283,7 @@ def encode_rows(
         ids[feature.name] = encoder.encode_ids(feature.table, column, feature.name)
     for sequence in sequences:
         _encode_sequence(encoder, sequence, columns, ids, lengths, times)
+        _hide_pending(sequence, ids, lengths, times, request_time)
     stacked = np.concatenate(dense, axis=1) if dense else np.zeros((rows, 0), dtype=np.float32)
     return EncodedRows(rows=rows, ids=ids, lengths=lengths, weights=weights, dense=stacked, times=times)
 
@@ -300,9 +302,7 @@ def model_signature(schema: Schema) -> list[TensorSpec]:
                     specs.append(TensorSpec(f"{f.name}.weight", "float32", (rows, f.max_length)))
         width = sum(f.dim for f in features if f.kind in ("dense", "embedding"))
         if width:
-            specs.append(
-                TensorSpec("dense.request" if rows == "R" else "dense.item", "float32", (rows, width))
-            )
+            specs.append(TensorSpec("dense.request" if rows == "R" else "dense.item", "float32", (rows, width)))
     for s in schema.sequences:
         specs += [TensorSpec(s.key(a.name), "int64", ("R", s.max_length)) for a in s.attributes]
         specs.append(TensorSpec(f"{s.name}.length", "int64", ("R",)))
@@ -358,20 +358,6 @@ def log_age(event_time: np.ndarray, request_time: np.ndarray) -> np.ndarray:
     return np.where(event_time == NO_TIME, 0.0, np.log1p(seconds)).astype(np.float32)
 
 
-def pad(values: np.ndarray, lengths: np.ndarray, width: int) -> np.ndarray:
-    """Packed ``[sum(lengths)]`` to ``[rows, width]``, left aligned, zeros behind."""
-    out = np.zeros((len(lengths), width), dtype=values.dtype)
-    out[np.arange(width) < lengths[:, None]] = values
-    return out
-
-
-def jagged_index(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Positions ``starts[i] .. starts[i] + lengths[i] - 1`` of all rows, one after another; int64."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
-
-
 def transform_dense(feature: Feature, values: np.ndarray) -> np.ndarray:
     """The part of a dense transform that needs no statistics; negatives count as 0 under a logarithm."""
     if feature.transform in ("log1p", "log1p_standardize"):
@@ -407,6 +393,25 @@ def _encode_sequence(
         column = _select(column, index)
         moments = canonical_ids(np.nan_to_num(column.values), sequence.timestamp)
         times[sequence.name] = moments if column.valid is None else np.where(column.valid, moments, NO_TIME)
+
+
+def _hide_pending(
+    sequence: Sequence,
+    ids: dict[str, np.ndarray],
+    lengths: dict[str, np.ndarray],
+    times: dict[str, np.ndarray],
+    request_time: np.ndarray | None,
+) -> None:
+    """Outcomes that are not known yet at request time become "missing"; events of unknown time keep theirs."""
+    for attribute in sequence.attributes:
+        if not attribute.known_after_hours:
+            continue
+        assert request_time is not None, f"{sequence.name} needs request times to hide pending outcomes"
+        key = sequence.key(attribute.name)
+        moments = times[sequence.name]
+        age = np.repeat(request_time, lengths[key]) - moments
+        pending = (moments != NO_TIME) & (age < attribute.known_after_hours * MS_PER_HOUR)
+        ids[key] = np.where(pending, MISSING_ROW, ids[key])
 
 
 def _clip(

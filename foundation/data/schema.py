@@ -72,11 +72,16 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceAttribute:
-    """One aligned list column of a sequence; its ids live in ``table``."""
+    """One aligned list column of a sequence; its ids live in ``table``.
+
+    An outcome such as a click is not known at once. With ``known_after_hours``, an event younger than that at
+    request time has it "missing", in training as in serving.
+    """
 
     name: str
     column: str
     table: str
+    known_after_hours: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,6 +386,11 @@ class _SchemaParser:
         sequence = self._build(Sequence, {"name": name, **entry}, key)
         if sequence.max_length < 1:
             raise self.fail(f"{key}.max_length", f"must be at least 1, got {sequence.max_length}")
+        for a in sequence.attributes:
+            if a.known_after_hours < 0:
+                raise self.fail(f"{key}.attributes.{a.name}.known_after_hours", "must not be negative")
+            if a.known_after_hours and sequence.timestamp is None:
+                raise self.fail(f"{key}.timestamp", f"is missing; {a.name} has known_after_hours")
         return sequence
 
     def _task(self, name: str, value: Any) -> Task:

@@ -180,13 +180,13 @@ class WindowLoader:
         self._count_truncated(request, item)
         labels, label_valid = self._labels(item, place)
         surface = _taken(batch, schema.surface.column, None if every else requests)
+        moments = self._time(request, batch, _Place(file, row, requests))
+        encoded = encode_rows(self.encoder, schema.request_features, schema.sequences, request, len(requests), moments)
         return EncodedBatch(
-            request=_narrow(
-                encode_rows(self.encoder, schema.request_features, schema.sequences, request, len(requests))
-            ),
+            request=_narrow(encoded),
             item=_narrow(encode_rows(self.encoder, schema.item_features, (), item, len(item_rows))),
             request_index=np.zeros(0, dtype=np.int64),
-            request_time=self._time(request, batch, _Place(file, row, requests)),
+            request_time=moments,
             user_id=self._user(request[schema.user]),
             surface=surface_codes(surface, schema),
             labels=labels,
@@ -288,7 +288,7 @@ def empty_batch(schema: Schema, encoder: Encoder) -> EncodedBatch:
             columns[sequence.timestamp] = many
     tasks = len(schema.tasks)
     return EncodedBatch(
-        request=encode_rows(encoder, schema.request_features, schema.sequences, columns, 0),
+        request=encode_rows(encoder, schema.request_features, schema.sequences, columns, 0, none),
         item=encode_rows(encoder, schema.item_features, (), columns, 0),
         request_index=none,
         request_time=none,

@@ -133,6 +133,26 @@ def test_latest_and_earliest_events_are_kept() -> None:
         assert rows.times["watched"].tolist() == times
 
 
+def test_outcomes_are_hidden_until_they_are_known() -> None:
+    """A younger event keeps its place in the history; only its outcome reads as missing."""
+    data = copy.deepcopy(EXAMPLE)
+    data["sequences"]["watched"]["attributes"]["click"] = {
+        "column": "watched_click",
+        "table": "hour",
+        "known_after_hours": 2,
+    }
+    schema = Schema.from_dict(data)
+    hour = 3_600_000
+    raw = {
+        "watched_item": lists([[10, 20, 10], [20]]),
+        "watched_click": lists([[1, 0, 1], [1]]),
+        "watched_time_ms": lists([[0, 8 * hour, 8 * hour + 1], [0]], nulls=(3,)),
+    }
+    rows = encode_rows(fitted(schema), (), schema.sequences, raw, 2, np.array([10 * hour, 10 * hour]))
+    assert rows.ids["watched.click"].tolist() == [3, 2, 0, 3]
+    assert rows.ids["watched.item"].tolist() == [2, 3, 2, 3]
+
+
 def test_padded_inputs_match_the_signature() -> None:
     schema = example()
     rows = encode_rows(fitted(schema), schema.request_features, schema.sequences, columns(), 3)

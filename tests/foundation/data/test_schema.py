@@ -79,6 +79,12 @@ FAULTS = [
     ("features.item_id.max_length", lambda d: d["features"]["item_id"].update(kind="multi")),
     ("sequences.watched.attributes", lambda d: d["sequences"]["watched"].pop("attributes")),
     ("sequences.watched.max_length", lambda d: d["sequences"]["watched"].update(max_length=True)),
+    (
+        "sequences.watched.timestamp",
+        lambda d: d["sequences"]["watched"].update(
+            timestamp=None, attributes={"item": {"table": "item", "known_after_hours": 24.0}}
+        ),
+    ),
     ("tasks.conversion.given", lambda d: d["tasks"]["conversion"].update(given="buy")),
     ("tasks", lambda d: d.pop("tasks")),
     ("tables", lambda d: d.update(tables=[])),
