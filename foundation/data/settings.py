@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,23 @@ def to_yaml(config: Any) -> str:
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
+_quiet = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block `show` prints nothing, for commands that run many stages; configs are saved as ever."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
 def show(config: Any, stage: str) -> None:
     """Prints the whole config to stderr under the stage's name."""
+    if _quiet.get():
+        return
     text = "".join(f"  {line}\n" for line in to_yaml(config).splitlines())
     print(f"{stage}:\n{text}", file=sys.stderr, end="", flush=True)
 

@@ -173,7 +173,7 @@ def world_schema(config: WorldConfig) -> Schema:
         datetime.fromtimestamp((config.start_ms + day * DAY) / 1000, UTC).strftime("%Y-%m-%d")
         for day in (test_from - config.validation_days, test_from)
     ]
-    fixed = {"device": DEVICES, "country": COUNTRIES, "topic": TOPICS, "tag": TAG_VALUES, "like": 2}
+    fixed = {"device": DEVICES, "country": COUNTRIES, "topic": TOPICS, "tag": TAG_VALUES, "flag": 2}
     tables: dict[str, dict] = {
         "user": {"kind": "hash", "rows": 2 + 2 * _expected_users(config), "dim": 16},
         "item": {"kind": "range", "rows": config.item_count + 3, "dim": 16},
@@ -207,7 +207,12 @@ def world_schema(config: WorldConfig) -> Schema:
                     "keep": "latest",
                     "attributes": {
                         "item": {"column": "clicked_item", "table": "item"},
-                        "like": {"column": "clicked_like", "table": "like"},
+                        "like": {"column": "clicked_like", "table": "flag"},
+                        "conversion": {
+                            "column": "clicked_conversion",
+                            "table": "flag",
+                            "known_after_hours": config.delay_hours,
+                        },
                         "surface": {"column": "clicked_surface", "table": "surface"},
                     },
                 }
@@ -224,10 +229,7 @@ def world_schema(config: WorldConfig) -> Schema:
 
 
 def _prepare_settings(folder: Path) -> dict[str, Any]:
-    """The settings of `opengem prepare logs` for the logs in `folder`; the output is left to the user.
-
-    Only what is known at the time of an event goes into histories: a conversion comes later, so it does not.
-    """
+    """The settings of `opengem prepare logs` for the logs in `folder`; the output is left to the user."""
     return {
         "schema": str(folder / "schema.yaml"),
         "log": [str(folder / "impressions" / "*.parquet")],
@@ -235,7 +237,7 @@ def _prepare_settings(folder: Path) -> dict[str, Any]:
         "items": {"path": str(folder / "items.parquet"), "key": "item_id"},
         "sequences": {
             "clicked": {
-                "attributes": {"item": "item_id", "like": "like", "surface": "surface"},
+                "attributes": {name: name for name in ("like", "conversion", "surface")} | {"item": "item_id"},
                 "where": "click == 1",
             }
         },

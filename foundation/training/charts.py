@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 COLOURS = ("#0072b2", "#8a97a5", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 MARKERS = ("o", "s", "D", "|", "^", "v")
 _INK, _QUIET, _LINE = "#1b2733", "#5b6b7b", "#dfe5ec"
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
@@ -86,6 +87,7 @@ def pipeline(stages: Sequence[tuple[str, str]], per_row: int = 5) -> str:
     )
 
 
+@matplotlib.rc_context(_STYLE)
 def curves(series: Mapping[str, Points], *, x: str, y: str, title: str) -> str:
     """Lines by name, each `(x values, y values)`; values that are not finite are left out."""
     figure, axes = _axes()
@@ -101,6 +103,7 @@ def curves(series: Mapping[str, Points], *, x: str, y: str, title: str) -> str:
     return _svg(figure, title)
 
 
+@matplotlib.rc_context(_STYLE)
 def dots(groups: Sequence[str], series: Mapping[str, Sequence[float]], *, x: str, title: str) -> str:
     """One line per group with a mark per series, for values whose axis does not begin at 0.
 
@@ -129,6 +132,7 @@ def dots(groups: Sequence[str], series: Mapping[str, Sequence[float]], *, x: str
     return _svg(figure, title)
 
 
+@matplotlib.rc_context(_STYLE)
 def reliability(predictions: Mapping[str, tuple[np.ndarray, np.ndarray]], *, title: str, bins: int = 10) -> str:
     """Observed rate against mean prediction in bins of equally many rows.
 
@@ -157,6 +161,7 @@ def reliability(predictions: Mapping[str, tuple[np.ndarray, np.ndarray]], *, tit
     return _svg(figure, title)
 
 
+@matplotlib.rc_context(_STYLE)
 def latencies(milliseconds: Mapping[str, Sequence[float] | np.ndarray], *, title: str) -> str:
     """Histogram of latencies in ms by name, cut at the 99.5th percentile, with marks at the median and the 99th."""
     figure, axes = _axes(height=3.6, width=5.6)
@@ -176,20 +181,19 @@ def latencies(milliseconds: Mapping[str, Sequence[float] | np.ndarray], *, title
 
 
 def _axes(height: float = 3.4, width: float = 5.6) -> tuple[Figure, Axes]:
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.subplots()
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _svg(figure: Figure, title: str) -> str:
     """The figure as an inline `<svg>` element: no declarations, no date, ids that differ between figures."""
     buffer = io.StringIO()
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
+    with matplotlib.rc_context({"svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     # Matplotlib names groups figure_1, axes_1, ... in every picture; ids must be unique in a page.
     prefix = re.sub(r"\W+", "-", title)
-    text = re.sub(r'\bid="([a-z]+[a-zA-Z]*_\d+)"', rf'id="{prefix}-\1"', text)
+    text = re.sub(r'\bid="([\w.]+_\d+)"', rf'id="{prefix}-\1"', text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)

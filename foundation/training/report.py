@@ -90,7 +90,8 @@ class Page:
         body = ""
         for index, row in enumerate(rows):
             assert len(row) == len(columns), (row, columns)
-            body += f"<tr{' class="strong"' if index in strong else ''}>{cells('td', row)}</tr>"
+            kind = ' class="strong"' if index in strong else ""
+            body += f"<tr{kind}>{cells('td', row)}</tr>"
         head = f"<thead><tr>{cells('th', columns)}</tr></thead>"
         self._add(f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>')
 

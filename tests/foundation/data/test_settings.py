@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foundation.data.options import parse_config
-from foundation.data.settings import PRESETS, preset, save, show, to_yaml
+from foundation.data.settings import PRESETS, preset, quiet, save, show, to_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,14 @@ def test_show_prints_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == ""
     assert printed.err.startswith("stage:\n")
     assert all(line.strip() in printed.err for line in to_yaml(CONFIG).splitlines())
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with quiet():
+        show(CONFIG, "stage")
+    assert capsys.readouterr().err == ""
+    show(CONFIG, "stage")
+    assert "stage" in capsys.readouterr().err
 
 
 def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
