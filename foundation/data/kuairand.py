@@ -48,7 +48,6 @@ _SIDE_TYPES = {"user_id": "BIGINT", "video_id": "BIGINT", "author_id": "BIGINT",
 _EVENT = {"video": "video_id", "author": "author_id", "tag": "tag", "tab": "tab"}
 _SEQUENCES = {
     "shown": SequenceSource(attributes=_EVENT | {"click": "is_click", "long_view": "long_view", "like": "is_like"}),
-    "clicked": SequenceSource(attributes=_EVENT, where="is_click == 1"),
 }
 
 
