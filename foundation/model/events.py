@@ -1,0 +1,122 @@
+"""Event tokens: a user's history as packed vectors of one width.
+
+Legend: R requests, N impressions, T events, E event width, C table dim, B sequences (R or N), S summary tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foundation.data.batch import Batch
+from foundation.data.encoding import NO_TIME
+from foundation.data.schema import Sequence
+from foundation.model.embeddings import Embedded
+from kernels.jagged import concat, gather_rows, sequence_ids
+from kernels.jagged.op import sequence_rows
+
+LONGEST_GAP = 18.0
+"""Upper end of ``log(1 + seconds)`` of a time gap: about two years."""
+
+
+class Events(NamedTuple):
+    """Packed sequences: ``values [T, E]``, ``offsets`` int64 ``[B + 1]``, ``gap`` float32 ``[T]``.
+
+    ``gap`` is ``log(1 + seconds)`` from an event to its request, ``LONGEST_GAP`` where the time is not known.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    gap: Tensor
+
+    def gather(self, index: Tensor) -> Events:
+        """The sequences ``index`` int64 ``[N]``, again packed; gradients of copies are summed."""
+        rows, offsets = sequence_rows(self.offsets, index)
+        return Events(gather_rows(self.values, rows), offsets, self.gap.index_select(0, rows))
+
+    def append(self, tokens: Tensor) -> Events:
+        """Puts ``tokens [B, S, E]``, of gap 0, behind each sequence."""
+        batch, count, width = tokens.shape
+        ends = torch.arange(batch + 1, device=tokens.device) * count
+        values, offsets = concat(self.values, self.offsets, tokens.reshape(batch * count, width), ends)
+        gap, _ = concat(self.gap, self.offsets, self.gap.new_zeros(batch * count), ends)
+        return Events(values, offsets, gap)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventsConfig:
+    """How events become tokens.
+
+    Args:
+        time_knots: learned points on the logarithmic axis of an event's time gap; 0 leaves the time out.
+        position_knots: the same for an event's place, counted from the latest; 0 leaves it out.
+        dropout: share of elements dropped in training.
+    """
+
+    time_knots: int = 16
+    position_knots: int = 8
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("time_knots", "position_knots"):
+            if getattr(self, key) < 0 or getattr(self, key) == 1:
+                raise ValueError(f"events.{key}: must be 0 or at least 2, got {getattr(self, key)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"events.dropout: must be in [0, 1), got {self.dropout}")
+
+
+class EventTokens(nn.Module):
+    """Tokens of one sequence: the sum of projected attributes, time and place, normalised.
+
+    Time and place are interpolated between learned vectors (hat functions on their axes), so that they are smooth; all
+    parts go through one product.
+    """
+
+    def __init__(self, config: EventsConfig, sequence: Sequence, dims: Mapping[str, int], width: int) -> None:
+        super().__init__()
+        self.sequence = sequence
+        self.keys = tuple(sequence.key(a.name) for a in sequence.attributes)
+        self.time_knots = config.time_knots if sequence.timestamp is not None else 0
+        self.position_knots = config.position_knots
+        inputs = sum(dims[key] for key in self.keys)
+        inputs += (self.time_knots + 1 if self.time_knots else 0) + self.position_knots
+        self.projection = nn.Linear(inputs, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, embedded: Embedded, batch: Batch) -> Events:
+        """Events ``[T, E]`` of the R requests."""
+        offsets = batch.sequence_offsets[self.sequence.name]
+        parts = [embedded.events[key] for key in self.keys]
+        total = parts[0].shape[0]
+        owner = sequence_ids(offsets, total)
+        if self.sequence.timestamp is not None:
+            time = batch.sequence_times[self.sequence.name]
+            known = time != NO_TIME
+            age = (batch.request_time.index_select(0, owner) - time).clamp(min=0)
+            gap = torch.where(known, torch.log1p(age.to(torch.float32) / 1000.0), LONGEST_GAP)
+            if self.time_knots:
+                parts.append(hats(gap / LONGEST_GAP, self.time_knots) * known[:, None])
+                parts.append((~known)[:, None].to(torch.float32))
+        else:
+            gap = torch.full((total,), LONGEST_GAP, device=offsets.device)
+        if self.position_knots:
+            rank = offsets[1:].index_select(0, owner) - 1 - torch.arange(total, device=offsets.device)
+            place = torch.log1p(rank.to(torch.float32)) / math.log1p(max(1, self.sequence.max_length))
+            parts.append(hats(place, self.position_knots))
+        values = self.dropout(self.norm(self.projection(torch.cat(parts, dim=1))))
+        return Events(values, offsets, gap)
+
+
+def hats(x: Tensor, knots: int) -> Tensor:
+    """Weights of linear interpolation between ``knots`` points spread over [0, 1]: ``[T]`` to ``[T, knots]``.
+
+    What lies outside counts as the nearer end; each row sums to 1.
+    """
+    scaled = x.clamp(0.0, 1.0)[:, None] * (knots - 1)
+    return (1.0 - (scaled - torch.arange(knots, device=x.device)).abs()).clamp(min=0.0)
