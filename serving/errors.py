@@ -10,6 +10,7 @@ class Reason(Enum):
 
     INVALID = ("invalid", 400, "INVALID_ARGUMENT")
     UNAUTHENTICATED = ("unauthenticated", 401, "UNAUTHENTICATED")
+    FORBIDDEN = ("forbidden", 403, "PERMISSION_DENIED")
     NOT_FOUND = ("not_found", 404, "NOT_FOUND")
     METHOD = ("method", 405, "UNIMPLEMENTED")
     SLOW_BODY = ("slow_body", 408, "DEADLINE_EXCEEDED")

@@ -190,9 +190,9 @@ class ServedModel:
     def _warm_up(self) -> None:
         """Runs at the smallest and the largest N and one between: first runs allocate and pack weights."""
         for rows in sorted({0, 1, min(64, self.limits.max_candidates), self.limits.max_candidates}):
-            self._try(self._repeat_golden(rows))
+            self._try(self.repeat_golden(rows))
 
-    def _repeat_golden(self, rows: int) -> dict[str, np.ndarray]:
+    def repeat_golden(self, rows: int) -> dict[str, np.ndarray]:
         """The first golden request with `rows` copies of its first candidate."""
         first = {}
         for name, spec in self._specs.items():

@@ -19,7 +19,7 @@ from serving.errors import Reason, ServingError, invalid
 from serving.manifest import Manifest, ModelError
 from serving.model import ServedModel
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 
 

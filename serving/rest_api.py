@@ -230,11 +230,13 @@ class RestApi:
         )
 
     async def _load(self, request: Request) -> Response:
+        _refuse_web_pages(request)
         parameters = (await self._parameters(request)).get("parameters", {})
         model = await self._service.load(request.path_params["model"], load_version(parameters))
         return _json({"name": model.name, "version": model.version})
 
     async def _unload(self, request: Request) -> Response:
+        _refuse_web_pages(request)
         await self._parameters(request)
         await self._service.unload(request.path_params["model"])
         return _json({})
@@ -305,6 +307,12 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _refuse_web_pages(request: Request) -> None:
+    """A page open in a browser on this machine can post to loopback; only pages send an Origin."""
+    if "origin" in request.headers:
+        raise ServingError(Reason.FORBIDDEN, "models are not loaded or unloaded from web pages")
 
 
 def _target(request: Request) -> tuple[str, str]:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import opengem
-from serving.app import ServeConfig, running
+from foundation.data.options import parse_config
+from serving.app import ServeConfig, listen, running
 from tests.serving.clients import http
 from tests.serving.model_folder import raw_request, write_model
 
@@ -145,6 +146,19 @@ def test_a_taken_port_is_named(models: Path, side: str) -> None:
         ports = {"http_port": 0, "grpc_port": 0, side: taken.getsockname()[1]}
         with pytest.raises(ValueError, match=f"{side}: cannot listen on"), running(ServeConfig(models=models, **ports)):
             pass
+
+
+def test_connections_send_without_waiting_for_acknowledgements() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_the_preset_states_the_defaults(models: Path) -> None:
+    preset = str(ROOT / "configs" / "serving" / "default.yaml")
+    arguments = ["--config", preset, "--models", str(models)]
+    assert parse_config(ServeConfig, arguments, name="serve") == ServeConfig(models=models)
 
 
 def test_the_default_address_is_loopback(models: Path) -> None:

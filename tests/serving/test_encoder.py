@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foundation.data.encoding import Column, encode_rows, model_inputs
+from foundation.data.encoding import Column, Encoder, encode_rows, model_inputs
+from foundation.data.schema import Schema
 from serving.encoder import Counts, RankRequest, RequestEncoder
 from serving.errors import Reason, ServingError
-from tests.serving.model_folder import encoder, raw_request, schema
+from tests.serving.model_folder import SCHEMA, encoder, raw_request, schema
 
 TIME = 1_700_000_000_000
 
@@ -118,6 +119,22 @@ def test_events_without_times_keep_their_order() -> None:
     body["history"]["watched"] = [{"item": 101}, {"item": 100}]
     inputs, _ = encode(body)
     assert inputs["watched.item"][0, :2].tolist() == [3, 2] and inputs["watched.age"][0].tolist() == [0] * 5
+
+
+def test_outcomes_that_are_not_known_yet_are_missing() -> None:
+    changed = copy.deepcopy(SCHEMA)
+    changed["sequences"]["watched"]["attributes"]["action"]["known_after_hours"] = 1
+    late = Schema.from_dict(changed, "tests")
+    made = RequestEncoder(late, Encoder(late, encoder().vocabularies, encoder().statistics), "feed", ())
+    body = raw_request(1)
+    hour = 3_600_000
+    body["history"]["watched"] = [
+        {"item": 100, "action": 1, "time_ms": TIME - hour},
+        {"item": 101, "action": 1, "time_ms": TIME - hour + 1},
+    ]
+    inputs = made.encode(RankRequest.parse(body, 100), Counts(), True)
+    assert inputs["watched.action"][0, :2].tolist() == [3, 0]
+    assert inputs["watched.item"][0, :2].tolist() == [2, 3]
 
 
 def test_whole_floats_and_booleans_are_ids() -> None:

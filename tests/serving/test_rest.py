@@ -169,6 +169,14 @@ def test_load_takes_a_version_and_nothing_else(server: Addresses, body: object) 
     assert (answer.status, answer.json()["reason"]) == (400, "invalid")
 
 
+@pytest.mark.parametrize("action", ["load", "unload"])
+def test_web_pages_cannot_change_models(server: Addresses, action: str) -> None:
+    path = f"/v2/repository/models/feed/{action}"
+    answer = http(server.http, "POST", path, headers={"Origin": "http://elsewhere.example"})
+    assert (answer.status, answer.json()["reason"]) == (403, "forbidden")
+    assert http(server.http, "GET", "/v2/models/feed/ready").status == 200
+
+
 class TestLimits:
     @pytest.fixture(scope="class")
     def small(self, models: Path) -> object:
