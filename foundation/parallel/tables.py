@@ -69,7 +69,7 @@ def load_tables(model: DistributedModelParallel, weights: Mapping[str, torch.Ten
     tables = table_weights(model)
     assert tables.keys() == weights.keys(), tables.keys() ^ weights.keys()
     for name, table in tables.items():
-        assert tuple(table.size()) == tuple(weights[name].shape), name
+        assert tuple(table.metadata().size) == tuple(weights[name].shape), name
         for place, shard in local_shards(table):
             shard.copy_(weights[name][place])
 

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -189,21 +189,21 @@ def saved_keys(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(entry.size) for key, entry in items if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_tensors(checkpoint: Path, tensors: Tensors, prefixes: Iterable[str] | None = None) -> None:
+def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | None = None) -> None:
     """Fills tensors in place, at any sharding; a collective call when there is a process group.
 
     Args:
         checkpoint: the folder.
         tensors: by key, of the shapes that were saved. Over all ranks they must be exactly the saved ones.
-        prefixes: keys in the checkpoint with another beginning are left alone; None means all keys count.
+        among: the saved keys that are looked at; the others may stay unread. None means all.
 
     Raises:
         CheckpointError: listing keys that are missing, not expected, or of another shape.
     """
     saved = saved_keys(checkpoint)
-    if prefixes is not None:
-        saved = {key: shape for key, shape in saved.items() if key.startswith(tuple(prefixes))}
-    wanted = _union({key: tuple(value.size()) for key, value in tensors.items()})
+    if among is not None:
+        saved = {key: saved[key] for key in saved.keys() & set(among)}
+    wanted = _union({key: _shape(value) for key, value in tensors.items()})
     problems = [
         f"{len(keys)} {what}: {', '.join(sorted(keys)[:20])}{', ...' if len(keys) > 20 else ''}"
         for what, keys in (
@@ -220,6 +220,10 @@ def read_tensors(checkpoint: Path, tensors: Tensors, prefixes: Iterable[str] | N
         raise CheckpointError(f"{checkpoint}: does not fit the model; {'; '.join(problems)}")
     with _together(f"cannot read checkpoint {checkpoint}"), _quiet():
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(checkpoint), no_dist=not _distributed())
+
+
+def _shape(value: torch.Tensor | ShardedTensor) -> tuple[int, ...]:
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
 
 
 def _rank_file(rank: int) -> str:

@@ -78,7 +78,7 @@ def normalized_entropy(logits: np.ndarray, labels: np.ndarray, weight: np.ndarra
     """
     w = _weights(weight, len(logits))
     total = w.sum()
-    mean = (w * labels).sum() / total if total > 0 else math.nan
+    mean = float((w * labels).sum() / total) if total > 0 else math.nan
     if not 0.0 < mean < 1.0:
         return math.nan
     entropy = -(mean * math.log(mean) + (1.0 - mean) * math.log1p(-mean))

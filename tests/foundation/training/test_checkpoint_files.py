@@ -169,12 +169,12 @@ def written(tmp_path: Path) -> Path:
 def test_keys_that_do_not_match_are_listed(written: Path) -> None:
     target = {"model.a": torch.zeros(6), "model.b": torch.zeros(1)}
     with pytest.raises(files.CheckpointError, match=r"1 keys are missing in it: model\.b"):
-        files.read_tensors(written, target, prefixes=["model."])
+        files.read_tensors(written, target, among=["model.a", "model.b"])
     with pytest.raises(files.CheckpointError, match=r"1 keys in it are not expected: ema\.a"):
         files.read_tensors(written, {"model.a": torch.zeros(6)})
     with pytest.raises(files.CheckpointError, match=r"another shape: model\.a \(6,\) instead of \(5,\)"):
-        files.read_tensors(written, {"model.a": torch.zeros(5)}, prefixes=["model."])
-    files.read_tensors(written, target := {"model.a": torch.zeros(6)}, prefixes=["model."])
+        files.read_tensors(written, {"model.a": torch.zeros(5)}, among=["model.a"])
+    files.read_tensors(written, target := {"model.a": torch.zeros(6)}, among={"model.a"})
     assert torch.equal(target["model.a"], torch.arange(6.0))
 
 
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.dcp.FileSystemWriter, "write_data", full)
-    with pytest.raises(files.CheckpointError, match="step-00000002.*No space left on device"):
+    with pytest.raises(files.CheckpointError, match=r"step-00000002.*No space left on device"):
         files.write_checkpoint(tmp_path, 2, tensors, {}, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 

@@ -1,0 +1,313 @@
+"""Stage `train`: from a dataset to a trained foundation model in a run folder.
+
+    OUT/ config.yaml  schema.yaml  encoder.npz  metrics.jsonl  tensorboard/  manifest.json
+         checkpoints/ step-00000100/  latest  best
+
+`manifest.json` is written last: a run folder without it is of a run that has not ended.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+from foundation.data import settings
+from foundation.data.dataset import Dataset
+from foundation.data.files import atomic_write, require_free
+from foundation.data.logs import LogReader, ReaderConfig
+from foundation.model.gem import GEM, GEMConfig
+from foundation.parallel.parallelize import SparseConfig, parallelize, reset_momentum
+from foundation.parallel.tables import load_tables, table_weights
+from foundation.training.checkpoint_files import find_checkpoint, point, prune, read_manifest
+from foundation.training.ema import EMAConfig
+from foundation.training.evaluate import EvaluationConfig
+from foundation.training.launch import Device, Precision, launched
+from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
+from foundation.training.metrics import Results, pick
+from foundation.training.optimizer import DenseConfig
+from foundation.training.resume import resume_from
+from foundation.training.rng import seed_all
+from foundation.training.run_log import RunLog, finite, print_summary
+from foundation.training.schedule import ScheduleConfig
+from foundation.training.state import TrainState
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A training run.
+
+    Args:
+        dataset: folder or URL of a prepared dataset.
+        out: the run folder to write.
+        model: the foundation model.
+        reader: how the training split is read; its seed is added to `seed`.
+        sparse: optimizer and placement of the embedding tables.
+        dense: optimizer of the rest.
+        schedule: learning rates over the run.
+        ema: averages of the weights, which are then evaluated, saved and served.
+        evaluation: when, and what is best.
+        checkpoint: when.
+        precision: fp32, or bf16 for matrix products in bfloat16.
+        device: auto, cpu or cuda.
+        epochs: passes over the training split; may be a fraction.
+        max_steps: end after so many steps if the epochs are longer; 0 does not.
+        reset_tables: draw the tables anew at the start of every epoch but the first, against overfitting of ids
+            ("Multi-Epoch Learning for Deep Click-Through Rate Prediction Models").
+        seed: of weights, dropout and the order of rows.
+        log_every: steps between lines in `metrics.jsonl`.
+        max_skipped: this many steps in a row with a loss that is not finite end the run.
+        resume: go on from the latest checkpoint in `out`, if there is one.
+        overwrite: replace what is in `out`.
+    """
+
+    dataset: str
+    out: Path
+    model: GEMConfig = field(default_factory=GEMConfig)
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    sparse: SparseConfig = field(default_factory=SparseConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    precision: Precision = "fp32"
+    device: Device = "auto"
+    epochs: float = 1.0
+    max_steps: int = 0
+    reset_tables: bool = False
+    seed: int = 0
+    log_every: int = 50
+    max_skipped: int = 10
+    resume: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.epochs <= 0:
+            raise ValueError(f"epochs: must be above 0, got {self.epochs}")
+        for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}: must be at least {least}, got {getattr(self, key)}")
+        if self.resume and self.overwrite:
+            raise ValueError("resume: a run is either resumed or overwritten, not both")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a run came to.
+
+    Args:
+        out: the run folder.
+        steps: steps done, skipped ones included.
+        skipped: steps without an update.
+        samples: impressions trained on.
+        ended: "finished" or "stopped early".
+        best: value of the chosen metric at the best evaluation; None without one.
+        best_step: its step.
+        metrics: all metrics of the best evaluation, `{task: {surface: {...}}}`; empty without one.
+        checkpoint: folder of the best checkpoint, or of the last one where there was no evaluation.
+    """
+
+    out: Path
+    steps: int
+    skipped: int
+    samples: int
+    ended: str
+    best: float | None
+    best_step: int | None
+    metrics: Results
+    checkpoint: Path
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Trains a foundation model; under `torchrun`, on all ranks that it started.
+
+    Raises:
+        ValueError: a config, dataset or checkpoint that cannot be used; a subclass says which.
+        FileExistsError: `out` has something in it, and neither `resume` nor `overwrite` is set.
+        TrainingError: the loss was not finite for too many steps in a row.
+    """
+    dataset = Dataset.open(config.dataset)
+    checkpoints = config.out / "checkpoints"
+    fresh = not (config.resume and (checkpoints / "latest").is_file())
+    if fresh and not (config.resume and checkpoints.is_dir()):  # a run that ended before its first checkpoint
+        require_free(config.out, overwrite=config.overwrite)
+    with launched(
+        device=config.device,
+        precision=config.precision,
+        log_folder=config.out / "tensorboard",
+        log_from=0 if fresh else read_manifest(find_checkpoint(checkpoints))["step"] + 1,
+    ) as fabric:
+        if fabric.is_global_zero:
+            settings.show(config, "train")
+            _prepare_folder(config, dataset, fresh)
+        fabric.barrier()
+        loop = _build(config, dataset, fabric, fresh)
+        ended = loop.run()
+        return _finish(config, loop, ended)
+
+
+def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
+    """Makes the run folder and what is known before training."""
+    if fresh and config.out.exists():
+        shutil.rmtree(config.out)
+    (config.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (config.out / "manifest.json").unlink(missing_ok=True)
+    if fresh:
+        dataset.schema.save(config.out / "schema.yaml")
+        dataset.encoder.save(config.out / "encoder.npz")
+    settings.save(config, config.out / "config.yaml")
+
+
+def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -> Loop:
+    """Model, optimizers and readers, at step 0 or at the latest checkpoint."""
+    rank, world = fabric.global_rank, fabric.world_size
+    train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
+    reader = LogReader(dataset, "train", train_reader, rank=rank, world_size=world)
+    validation = _validation(config, dataset, rank, world)
+    steps = steps_of(reader, config.epochs)
+    steps = min(steps, config.max_steps) if config.max_steps else steps
+
+    seed_all(config.seed)
+    model = parallelize(_model(config, dataset), config.sparse, fabric.device)
+    state = TrainState.of(model, config.dense, config.ema)
+    seed_all(config.seed * 1_000_003 + 1 + rank)  # dropout differs between ranks
+
+    checkpoints = config.out / "checkpoints"
+    manifest = {
+        "schema_hash": dataset.schema.hash,
+        "encoder_hash": dataset.encoder.hash,
+        "world_size": world,
+        "config": settings.plain(config),
+    }
+    first_batch: Callable[[], None] | None = None
+    if not fresh:
+        path = find_checkpoint(checkpoints, "latest")
+        first_batch = resume_from(path, state, reader, manifest, fabric.device)
+        if state.progress.best_step is not None:
+            best = checkpoints / f"step-{state.progress.best_step:08d}"
+            if best.is_dir():
+                point(checkpoints, "best", best)
+        prune(checkpoints, config.checkpoint.keep)
+    log = RunLog(config.out / "metrics.jsonl", fabric, state.progress.step)
+    if not fresh:
+        log.say(f"resumed from step {state.progress.step} of {steps}")
+    if validation is None:
+        log.say(f"split {config.evaluation.split!r} has no rows: the model is not evaluated, the last step is kept")
+    return Loop(
+        fabric=fabric,
+        config=LoopConfig(
+            steps=steps,
+            schedule=config.schedule,
+            evaluation=config.evaluation,
+            checkpoint=config.checkpoint,
+            log_every=config.log_every,
+            max_skipped=config.max_skipped,
+        ),
+        state=state,
+        reader=reader,
+        validation=validation,
+        log=log,
+        checkpoints=checkpoints,
+        manifest=manifest,
+        reset_tables=_table_reset(config, dataset) if config.reset_tables else None,
+        first_batch=first_batch,
+    )
+
+
+def steps_of(reader: LogReader, epochs: float) -> int:
+    """Batches per rank of so many epochs, at least 1. Leaves the reader at the start of epoch 0."""
+    whole = int(epochs)
+    total = 0.0
+    for epoch in range(whole + 1):
+        reader.set_epoch(epoch)
+        total += len(reader) * (1.0 if epoch < whole else epochs - whole)
+    reader.set_epoch(0)
+    return max(1, round(total))
+
+
+def _model(config: TrainConfig, dataset: Dataset) -> GEM:
+    return GEM(config.model, dataset.schema, dataset.encoder.table_rows)
+
+
+def _validation(config: TrainConfig, dataset: Dataset, rank: int, world: int) -> LogReader | None:
+    evaluation = config.evaluation
+    if not dataset.split(evaluation.split).rows:
+        return None
+    reader = replace(config.reader, batch_size=evaluation.batch_size, shuffle_window=0, drop_last=False)
+    names = dataset.schema
+    empty: dict[str, Any] = {"auc": 0.0, "gauc": 0.0, "ne": 0.0}
+    surfaces = {surface: empty for surface in ("all", *names.surface_names)}
+    pick({task: surfaces for task in names.task_names}, evaluation.metric)  # refuses an unknown one now
+    return LogReader(dataset, evaluation.split, reader, rank=rank, world_size=world)
+
+
+def _table_reset(config: TrainConfig, dataset: Dataset) -> Callable[[TrainState, int], None]:
+    """Tables as a new model of another seed has them; optimizer sums and averages of tables start over too."""
+
+    def reset(state: TrainState, epoch: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed + 7_919 * epoch)
+            weights = _model(config, dataset).state_dict()
+        load_tables(state.model, {name: weights[name] for name in table_weights(state.model)})
+        reset_momentum(state.model, config.sparse)
+        if state.ema:
+            state.ema.restart_tables()
+
+    return reset
+
+
+def _finish(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
+    progress = loop.state.progress
+    which = "best" if progress.best_step is not None else "latest"
+    checkpoint = find_checkpoint(loop.checkpoints, which)
+    result = TrainResult(
+        out=config.out,
+        steps=progress.step,
+        skipped=progress.skipped,
+        samples=progress.samples,
+        ended=ended,
+        best=progress.best,
+        best_step=progress.best_step,
+        metrics=_metrics_of(checkpoint),
+        checkpoint=checkpoint,
+    )
+    if loop.fabric.is_global_zero:
+        manifest = {
+            "format": FORMAT,
+            "kind": "foundation",
+            **{key: value for key, value in settings.plain(result).items() if key not in ("out", "checkpoint")},
+            "checkpoint": checkpoint.name,
+            "schema_hash": loop.manifest["schema_hash"],
+            "encoder_hash": loop.manifest["encoder_hash"],
+            "versions": {"torch": torch.__version__},
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        atomic_write(config.out / "manifest.json", json.dumps(finite(manifest), indent=1) + "\n")
+        lines = [
+            f"{progress.step:,} steps, {progress.samples:,} impressions, {progress.skipped} steps skipped; {ended}"
+        ]
+        lines.append(f"{which} checkpoint: {checkpoint}")
+        print_summary(f"{config.evaluation.split}, step {progress.best_step}", result.metrics, lines)
+    if dist.get_world_size() > 1:
+        dist.barrier()  # nobody leaves before the manifest is there
+    return result
+
+
+def _metrics_of(checkpoint: Path) -> Results:
+    """Metrics that a checkpoint was saved with; what was not finite comes back as NaN."""
+    metrics = read_manifest(checkpoint)["metrics"]
+    for surfaces in metrics.values():
+        for slice_ in surfaces.values():
+            slice_ |= {key: float("nan") for key, value in slice_.items() if value is None}
+    return dict(metrics)
