@@ -50,6 +50,12 @@ class Tables(nn.Module):
         assert isinstance(embedding, nn.Embedding)
         return cast(nn.Parameter, embedding.weight)
 
+    def sparse_gradients(self, on: bool) -> None:
+        """Whether backward makes a gradient of the rows that were read only, for optimizers that take such."""
+        for embedding in self.embeddings.values():
+            assert isinstance(embedding, nn.Embedding)
+            embedding.sparse = on
+
     def dim(self, table: str) -> int:
         """The embedding dim D of a table."""
         return self.weight(table).shape[1]
