@@ -216,9 +216,15 @@ def write_dataset(
         manifest = writer.finish(fit.finish(), counts, facts or {})
     finally:
         writer.abort()
+    assert manifest["rows"] == kept, f"{manifest['rows']} rows written, {kept} expected"
     if not manifest["splits"]["train"]["rows"]:
         raise PrepareError("split: no row is before train_until, so there is nothing to train on")
     return manifest
+
+
+@ibis.udf.scalar.builtin(name="hash")
+def _hash(value) -> int:  # type: ignore[no-untyped-def,empty-body]
+    """DuckDB's hash of any value, an unsigned number."""
 
 
 class _Builder:
@@ -267,8 +273,9 @@ class _Builder:
     def _batches(self, bucket: tuple[int, int] | None, size: int) -> Iterator[pa.RecordBatch]:
         rows, seed, user = self.rows, self.seed, self.schema.user
         if bucket is not None:
-            rows = rows.filter(rows[user].hash() % bucket[1] == bucket[0])
-            seed = None if seed is None else seed.filter(seed[user].hash() % bucket[1] == bucket[0])
+            rows = rows.filter(_hash(rows[user]) % bucket[1] == bucket[0])
+            if seed is not None:
+                seed = seed.filter(_hash(seed[user].cast(rows[user].type())) % bucket[1] == bucket[0])
         log = EventLog(events=rows, user=user, time=TIME, order=(PLACE,), seed=seed, seed_until=self.seed_until)
         asked = rows.filter(rows[ROW].notnull())
         asked = normalized(asked.select(*self.own, REQUEST_TIME, ROW, SPLIT), self.schema, self.own)

@@ -61,6 +61,8 @@ class DatasetWriter:
 
     def write(self, split: str, table: pa.Table) -> None:
         """Appends rows to ``train``, ``validation`` or ``test``."""
+        if not table.num_rows:
+            return  # an empty slice would keep the memory of the table it was cut from
         state = self._splits[split]
         state.pending.append(table)
         while sum(t.num_rows for t in state.pending) > self.row_group_rows:

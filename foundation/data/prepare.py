@@ -232,7 +232,7 @@ def sequence_histories(schema: Schema, sources: Mapping[str, SequenceSource]) ->
 def join_side(rows: ir.Table, side: ir.Table, source: SideTable, name: str) -> ir.Table:
     """Adds a side table's columns to rows; a column that is in both keeps the rows' values."""
     if source.log_column not in rows.columns:
-        raise PrepareError(f"{name}.on: the log has no column {source.log_column!r}")
+        raise PrepareError(f"{name}.log_key: the log has no column {source.log_column!r}")
     new = [c for c in side.columns if c not in rows.columns and c not in (source.key, INPUT)]
     one, other = rows[source.log_column].type(), side[source.key].type()
     if one.is_string() != other.is_string():

@@ -36,17 +36,17 @@ class SideTable:
     Args:
         path: file or glob.
         key: its id column, with distinct values.
-        on: the log's id column, when it has another name than `key`.
+        log_key: the log's id column, when it has another name than `key`.
     """
 
     path: str
     key: str
-    on: str | None = None
+    log_key: str | None = None
 
     @property
     def log_column(self) -> str:
         """The column of the log that holds the key."""
-        return self.on or self.key
+        return self.log_key or self.key
 
 
 @contextmanager
