@@ -28,6 +28,8 @@ from serving.rest_api import HttpLimits, RestApi
 from serving.service import SchedulingConfig, Service
 
 log = logging.getLogger("opengem.serving")
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle HTTP connection stays open: longer than the pools of usual clients keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +144,7 @@ class Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
             )
         )

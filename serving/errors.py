@@ -19,7 +19,6 @@ class Reason(Enum):
     QUEUE_FULL = ("queue_full", 429, "RESOURCE_EXHAUSTED")
     CANCELLED = ("cancelled", 499, "CANCELLED")
     INTERNAL = ("internal", 500, "INTERNAL")
-    UNSUPPORTED = ("unsupported", 501, "UNIMPLEMENTED")
     WOULD_EXPIRE = ("would_expire", 503, "RESOURCE_EXHAUSTED")
     UNAVAILABLE = ("unavailable", 503, "UNAVAILABLE")
     DRAINING = ("draining", 503, "UNAVAILABLE")

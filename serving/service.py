@@ -7,6 +7,7 @@ encodes it, so that the event loop only moves bytes.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -22,6 +23,7 @@ from foundation.data.encoding import TensorSpec
 from serving.codec import InferRequest, datatype_of
 from serving.encoder import RankRequest
 from serving.errors import Reason, ServingError, invalid
+from serving.manifest import MODEL
 from serving.metrics import Metrics, ModelStats, Timing
 from serving.model import ModelLimits, ServedModel
 from serving.ranking import RankJob
@@ -245,8 +247,10 @@ class Service:
         }
 
     def model_config(self, name: str, version: str) -> dict[str, Any]:
-        """ModelConfig of the protocol, as plain values."""
+        """ModelConfig of the protocol, as plain values. The parameter `dims` tells R from N, which the -1 of the
+        protocol's dims does not."""
         model = self.repository.get(name, version)
+        dims = {spec.name: list(spec.dims) for spec in model.manifest.inputs}
         return {
             "name": model.name,
             "platform": "onnxruntime_onnx",
@@ -254,7 +258,8 @@ class Service:
             "max_batch_size": 0,
             "input": [_config_tensor(spec) for spec in model.manifest.inputs],
             "output": [_config_tensor(spec) for spec in model.manifest.outputs],
-            "default_model_filename": "model.onnx",
+            "default_model_filename": MODEL,
+            "parameters": {"dims": {"string_value": json.dumps(dims)}},
         }
 
     def statistics(self, name: str, version: str) -> list[tuple[str, str, ModelStats]]:

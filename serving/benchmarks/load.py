@@ -179,7 +179,7 @@ class _sender:
     async def __aenter__(self) -> Send:
         config, model = self._config, self._model
         if config.api == "grpc":
-            self._channel = grpc.aio.insecure_channel(self._addresses["grpc"])
+            self._channel = grpc.aio.insecure_channel(self._addresses["grpc"], options=[("grpc.enable_http_proxy", 0)])
             request = grpc_request(model, config.candidates)
             return lambda: grpc_call(self._channel, request, config.budget_ms / 1e3)
         self._pool = HttpPool(self._addresses["http"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from serving.app import Addresses, ServeConfig, running
 from serving.model import ModelLimits
 from tests.serving.model_folder import write_model
+
+# A proxy of the environment has no business between two ends of one machine.
+os.environ["no_grpc_proxy"] = "127.0.0.1,::1,localhost"  # noqa: SIM112 - gRPC reads the small letters
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Iterator
-from http.client import HTTPConnection
 from typing import Any
 
 import grpc
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from serving.app import Addresses
-from tests.serving.clients import infer_inputs
+from tests.serving.clients import http, infer_inputs
 from tests.serving.model_folder import random_inputs, raw_request
 
 LENIENT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -41,24 +39,14 @@ values = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
-def connection(server: Addresses) -> Iterator[HTTPConnection]:
-    host, port = server.http.split(":")
-    made = HTTPConnection(host, int(port), timeout=30)
-    yield made
-    made.close()
-
-
-def post(connection: HTTPConnection, path: str, body: bytes, headers: dict[str, str] | None = None) -> int:
+def post(address: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> int:
     """Sends the body; checks that an error is in the right form; the status."""
-    connection.request("POST", path, body, headers or {})
-    response = connection.getresponse()
-    content = response.read()
-    if response.status != 200:
-        assert response.status in BLAMED, (response.status, content)
-        error = json.loads(content)
+    answer = http(address, "POST", path, body, headers)
+    if answer.status != 200:
+        assert answer.status in BLAMED, (answer.status, answer.body)
+        error = answer.json()
         assert error["error"] and error["reason"] and len(error["error"]) < 2000
-    return response.status
+    return answer.status
 
 
 @st.composite
@@ -90,14 +78,14 @@ def changed(draw: st.DrawFn, valid: Any) -> Any:
 
 @LENIENT
 @given(body=changed(raw_request(3)))
-def test_rank_with_changed_bodies(connection: HTTPConnection, body: Any) -> None:
-    post(connection, "/rank", json.dumps(body).encode())
+def test_rank_with_changed_bodies(server: Addresses, body: Any) -> None:
+    post(server.http, "/rank", json.dumps(body).encode())
 
 
 @LENIENT
 @given(body=values | st.fixed_dictionaries({"surface": st.just("feed"), "candidates": values, "user": values}))
-def test_rank_with_any_json(connection: HTTPConnection, body: Any) -> None:
-    post(connection, "/rank", json.dumps(body).encode())
+def test_rank_with_any_json(server: Addresses, body: Any) -> None:
+    post(server.http, "/rank", json.dumps(body).encode())
 
 
 def json_infer() -> dict[str, Any]:
@@ -117,17 +105,17 @@ def json_infer() -> dict[str, Any]:
     }
 
 
-def test_the_unchanged_bodies_are_valid(connection: HTTPConnection) -> None:
-    assert post(connection, "/rank", json.dumps(raw_request(3)).encode()) == 200
-    assert post(connection, "/v2/models/feed/infer", json.dumps(json_infer()).encode()) == 200
+def test_the_unchanged_bodies_are_valid(server: Addresses) -> None:
+    assert post(server.http, "/rank", json.dumps(raw_request(3)).encode()) == 200
+    assert post(server.http, "/v2/models/feed/infer", json.dumps(json_infer()).encode()) == 200
     body, length = binary_infer()
-    assert post(connection, "/v2/models/feed/infer", body, {"Inference-Header-Content-Length": length}) == 200
+    assert post(server.http, "/v2/models/feed/infer", body, {"Inference-Header-Content-Length": length}) == 200
 
 
 @LENIENT
 @given(body=changed(json_infer()))
-def test_infer_with_changed_json(connection: HTTPConnection, body: Any) -> None:
-    post(connection, "/v2/models/feed/infer", json.dumps(body).encode())
+def test_infer_with_changed_json(server: Addresses, body: Any) -> None:
+    post(server.http, "/v2/models/feed/infer", json.dumps(body).encode())
 
 
 def binary_infer() -> tuple[bytes, str]:
@@ -138,7 +126,7 @@ def binary_infer() -> tuple[bytes, str]:
 
 @LENIENT
 @given(data=st.data())
-def test_infer_with_damaged_binary(connection: HTTPConnection, data: st.DataObject) -> None:
+def test_infer_with_damaged_binary(server: Addresses, data: st.DataObject) -> None:
     body, length = binary_infer()
     position = data.draw(st.integers(0, len(body) - 1))
     damage = data.draw(st.sampled_from(["cut", "flip", "insert", "header", "numbers"]))
@@ -153,14 +141,14 @@ def test_infer_with_damaged_binary(connection: HTTPConnection, data: st.DataObje
     else:
         position = data.draw(st.integers(int(length), len(body) - 8))
         body = body[:position] + struct.pack("<q", data.draw(st.integers(-(2**63), 2**63 - 1))) + body[position + 8 :]
-    post(connection, "/v2/models/feed/infer", body, {"Inference-Header-Content-Length": length})
+    post(server.http, "/v2/models/feed/infer", body, {"Inference-Header-Content-Length": length})
 
 
 @LENIENT
 @given(body=st.binary(max_size=200), encoding=st.sampled_from(["identity", "gzip", "deflate", "br", ""]))
-def test_any_bytes_at_any_door(connection: HTTPConnection, body: bytes, encoding: str) -> None:
+def test_any_bytes_at_any_door(server: Addresses, body: bytes, encoding: str) -> None:
     for path in ("/rank", "/v2/models/feed/infer", "/v2/repository/models/nope/load"):
-        assert post(connection, path, body, {"Content-Encoding": encoding}) != 200
+        assert post(server.http, path, body, {"Content-Encoding": encoding}) != 200
 
 
 @pytest.mark.parametrize(
@@ -181,9 +169,9 @@ def test_any_bytes_at_any_door(connection: HTTPConnection, body: bytes, encoding
     ],
     ids=lambda body: body[:40].decode(),
 )
-def test_extreme_bodies(connection: HTTPConnection, body: bytes) -> None:
+def test_extreme_bodies(server: Addresses, body: bytes) -> None:
     for path in ("/rank", "/v2/models/feed/infer"):
-        assert post(connection, path, body) != 200
+        assert post(server.http, path, body) != 200
 
 
 @LENIENT
@@ -266,3 +254,4 @@ def test_grpc_typed_contents(
         with pytest.raises(grpc.RpcError) as caught:
             stub.ModelInfer(request)
         assert f"user_id: {message}" in caught.value.details()
+        assert dict(caught.value.trailing_metadata())["reason"] == "invalid"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ def test_configuration(client: Any) -> None:
     config = answer.get("config", answer)
     assert config["backend"] == "onnxruntime" and config["name"] == "feed"
     entry = next(t for t in config["input"] if t["name"] == "topics")
+    dims = json.loads(config["parameters"]["dims"]["string_value"])
+    assert (dims["user_id"], dims["topics"]) == (["R"], ["N", 3])
     assert entry["data_type"] == "TYPE_INT64" and [int(d) for d in entry["dims"]] == [-1, 3]
 
 
