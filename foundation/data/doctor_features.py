@@ -35,7 +35,7 @@ class FeatureChecks:
     _ids: dict[tuple[str, str, str], _Ids] = field(default_factory=dict)
     _empty: dict[str, list[int]] = field(default_factory=dict)
     _used: dict[str, np.ndarray] = field(default_factory=dict)
-    _present: dict[str, list[int]] = field(default_factory=dict)
+    _present: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._low = wall_to_ms("2000-01-01", "UTC", "")
@@ -48,7 +48,7 @@ class FeatureChecks:
         """Adds a batch; ``time`` int64 ``[rows]`` ms."""
         for feature in self.schema.features:
             column = columns[feature.column]
-            self._presence(feature.column, column, rows)
+            self._presence(split, feature.column, column, rows)
             if feature.kind == "dense":
                 self._dense(feature, file, column)
             elif feature.kind == "embedding":
@@ -63,13 +63,14 @@ class FeatureChecks:
 
     def finish(self) -> None:
         """Reports what only the whole dataset shows."""
-        for name, (present, rows) in self._present.items():
-            if rows and not present:
-                self.findings.add("all_null", "warning", f"is null in all {rows} rows", column=name, rows=rows)
-            elif present < rows:
+        for (split, name), (present, rows) in self._present.items():
+            if not present:
+                message = f"is null in all {rows} rows of {split}"
+                self.findings.add("all_null", "warning", message, column=name, rows=rows, detail=split)
+            else:
                 self.findings.add(
-                    "nulls", "info", f"is null in {1 - present / rows:.1%} of the rows; they take the missing row",
-                    column=name, rows=rows - present,
+                    "nulls", "info", "is null; such rows take the missing row of its table, or the mean", column=name,
+                    rows=rows - present,
                 )  # fmt: skip
         for (split, column, table), ids in self._ids.items():
             share = ids.unknown / max(ids.values - ids.missing, 1)
@@ -90,8 +91,8 @@ class FeatureChecks:
                 column=name, rows=empty,
             )  # fmt: skip
 
-    def _presence(self, name: str, column: Column, rows: int) -> None:
-        state = self._present.setdefault(name, [0, 0])
+    def _presence(self, split: str, name: str, column: Column, rows: int) -> None:
+        state = self._present.setdefault((split, name), [0, 0])
         if column.offsets is not None:
             state[0] += rows  # an empty list is a value
         else:
@@ -169,7 +170,11 @@ class FeatureChecks:
         if self.encoder is None:
             return
         count = self._ids.setdefault((split, column, table), _Ids())
-        rows = self.encoder.encode_ids(table, ids, key)
+        try:
+            rows = self.encoder.encode_ids(table, ids, key)
+        except ValueError as error:
+            self.findings.add("id_type", "error", str(error), file=file, column=column)
+            return
         unknown = int((rows == UNKNOWN_ROW).sum())
         count.values += len(rows)
         count.missing += 0 if ids.valid is None else int((~ids.valid).sum())

@@ -42,7 +42,10 @@ class Batch:
 
 
 def check_rows(opened: Opened, findings: Findings) -> None:
-    """Reads all rows of all files once, in order, and reports what is wrong with them."""
+    """Reads all rows of all files once, in order, and reports what is wrong with them.
+
+    A file that turns out to be damaged is taken off ``opened.files``.
+    """
     schema = opened.schema
     assert schema is not None
     total = 0
@@ -66,7 +69,7 @@ def check_rows(opened: Opened, findings: Findings) -> None:
 def _batches(opened: Opened, schema: Schema, findings: Findings) -> Iterator[Batch]:
     roles = column_roles(schema)
     for split in SPLITS:
-        for name in opened.files[split]:
+        for name in tuple(opened.files[split]):
             try:
                 with open_parquet(opened.folder / name) as file:
                     for record in file.iter_batches(BATCH_ROWS, columns=list(roles), use_threads=False):
@@ -75,6 +78,7 @@ def _batches(opened: Opened, schema: Schema, findings: Findings) -> Iterator[Bat
             except (DatasetError, pa.ArrowException, OSError, ValueError) as error:
                 message = f"cannot be read to its end; it may be damaged ({error})"
                 findings.add("unreadable_file", "error", message, file=name)
+                opened.files[split].remove(name)
 
 
 def _batch(split: str, name: str, record: pa.RecordBatch, schema: Schema, roles: Mapping[str, Role]) -> Batch:
