@@ -73,8 +73,7 @@ class EventsConfig:
 class EventTokens(nn.Module):
     """Tokens of one sequence: the sum of projected attributes, time and place, normalised.
 
-    Time and place are interpolated between learned vectors (hat functions on their axes), so that they are smooth; all
-    parts go through one product.
+    Time and place are interpolated between learned vectors (hat functions on their axes), so that they are smooth.
     """
 
     def __init__(self, config: EventsConfig, sequence: Sequence, dims: Mapping[str, int], width: int) -> None:
@@ -83,17 +82,18 @@ class EventTokens(nn.Module):
         self.keys = tuple(sequence.key(a.name) for a in sequence.attributes)
         self.time_knots = config.time_knots if sequence.timestamp is not None else 0
         self.position_knots = config.position_knots
-        inputs = sum(dims[key] for key in self.keys)
-        inputs += (self.time_knots + 1 if self.time_knots else 0) + self.position_knots
-        self.projection = nn.Linear(inputs, width)
+        self.projection = nn.Linear(sum(dims[key] for key in self.keys), width)
+        places = (self.time_knots + 1 if self.time_knots else 0) + self.position_knots
+        self.place = nn.Parameter(torch.randn(places, width) * 0.1) if places else None
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, embedded: Embedded, batch: Batch) -> Events:
         """Events ``[T, E]`` of the R requests."""
         offsets = batch.sequence_offsets[self.sequence.name]
-        parts = [embedded.events[key] for key in self.keys]
-        total = parts[0].shape[0]
+        rows = torch.cat([embedded.events[key] for key in self.keys], dim=1)
+        total = rows.shape[0]
+        parts = []
         owner = sequence_ids(offsets, total)
         if self.sequence.timestamp is not None:
             time = batch.sequence_times[self.sequence.name]
@@ -109,8 +109,10 @@ class EventTokens(nn.Module):
             rank = offsets[1:].index_select(0, owner) - 1 - torch.arange(total, device=offsets.device)
             place = torch.log1p(rank.to(torch.float32)) / math.log1p(max(1, self.sequence.max_length))
             parts.append(hats(place, self.position_knots))
-        values = self.dropout(self.norm(self.projection(torch.cat(parts, dim=1))))
-        return Events(values, offsets, gap)
+        values = self.projection(rows)
+        if self.place is not None:
+            values = torch.addmm(values, torch.cat(parts, dim=1).to(values.dtype), self.place.to(values.dtype))
+        return Events(self.dropout(self.norm(values)), offsets, gap)
 
 
 def hats(x: Tensor, knots: int) -> Tensor:

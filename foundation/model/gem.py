@@ -23,7 +23,7 @@ from foundation.model.events import Events, EventsConfig, EventTokens
 from foundation.model.heads import Heads, HeadsConfig
 from foundation.model.layer import Layer, LayerConfig, SequenceSummaries
 from foundation.model.loss import LossOutput, masked_loss
-from foundation.model.matching import HistoryMatch, MatchConfig
+from foundation.model.match import MatchConfig, MatchStatistics
 from foundation.model.tokens import FeatureTokens, TokensConfig
 from kernels.jagged import gather_rows
 
@@ -93,7 +93,7 @@ class GEM(nn.Module):
         self.embeddings = Embeddings(config.embeddings, schema, table_rows)
         dims = self.embeddings.dims
         self.tokens = FeatureTokens(config.tokens, schema, dims, width, members)
-        self.match = HistoryMatch(config.match, schema, table_rows)
+        self.match = MatchStatistics(config.match, schema)
         self.match_token = nn.Linear(self.match.width, members * width) if self.match.width else None
         self.events = nn.ModuleDict(
             {s.name: EventTokens(config.events, s, dims, event_width) for s in schema.sequences}

@@ -59,9 +59,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, events: Mapping[str, Events], target: Tensor) -> tuple[Tensor, dict[str, Events]]:
         """Runs the cross arm, then both others on what it found; ``target [N, E]`` is a vector of the candidate."""
-        summaries = self.sequence_summary(events, target, x)
         after = {}
         if self.feature_summary is not None:
             x_sum = self.feature_summary(x)
+            target = target + x_sum.mean(1)
             after = {name: arm(events[name], x_sum) for name, arm in self.sequences.items()}
+        summaries = self.sequence_summary(events, target, x)
         return self.interaction(x, summaries), after

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foundation.model.events import Events
 from kernels.gdpa import ACTIVATIONS, gdpa
@@ -125,7 +126,10 @@ class _SelfAttention(nn.Module):
 
     def forward(self, events: Events) -> Tensor:
         total, width = events.values.shape
-        q, k, v = self.qkv(self.norm(events.values)).view(total, 3, self.heads, width // self.heads).unbind(1)
+        x = self.norm(events.values)
+        # Three products rather than one: its slices would be copied on the way into the attention.
+        parts = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        q, k, v = (F.linear(x, w, b).view(total, self.heads, width // self.heads) for w, b in parts)
         if self.rotary is not None:
             q, k = self.rotary(q, events), self.rotary(k, events)
         out = jagged_attention(q, k, v, events.offsets, events.offsets, window=self.window)

@@ -27,14 +27,14 @@ class TokensConfig:
         dense_tokens: tokens made from all dense numbers of a side (request or item); each embedding feature has its
             own.
         surface_token: a learned token of the row's surface.
-        member_slices: with ensemble members, each reads its own slice of every table's dim, so that their embeddings
-            are independent; otherwise all read the whole row.
+        project_equal: project also the rows of tables whose dim is the width already; otherwise they are tokens as they
+            are, the same for all ensemble members.
         dropout: share of token elements dropped in training.
     """
 
     dense_tokens: int = 1
     surface_token: bool = True
-    member_slices: bool = False
+    project_equal: bool = True
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -48,9 +48,6 @@ class FeatureTokens(nn.Module):
     """One token per feature with ids, per group of dense numbers and for the surface: ``[M, N, F, D]``.
 
     Tokens of requests come first and are made R times, then handed to their impressions. ``names`` lists the tokens.
-
-    Raises:
-        ValueError: ``member_slices`` and a table whose dim is no multiple of the members.
     """
 
     def __init__(self, config: TokensConfig, schema: Schema, dims: Mapping[str, int], width: int, members: int) -> None:
@@ -89,21 +86,19 @@ class _SideTokens(nn.Module):
         members: int,
     ) -> None:
         super().__init__()
-        self.members, self.width, self.slices = members, width, config.member_slices and members > 1
+        self.members, self.width = members, width
         by_dim: dict[int, list[str]] = defaultdict(list)
         for feature in features:
             if feature.table is not None:
                 by_dim[dims[feature.name]].append(feature.name)
         self.groups = {f"dim{dim}": tuple(names) for dim, names in sorted(by_dim.items())}
-        self.projections = nn.ParameterDict()
-        for dim, names in sorted(by_dim.items()):
-            if self.slices and dim % members:
-                raise ValueError(
-                    f"tokens.member_slices: dim {dim} of the table of {names[0]} is no multiple of {members} members"
-                )
-            own = dim // members if self.slices else dim
-            shape = (len(names), members, own, width) if self.slices else (len(names), own, members * width)
-            self.projections[f"dim{dim}"] = nn.Parameter(torch.randn(shape) * own**-0.5)
+        self.projections = nn.ParameterDict(
+            {
+                f"dim{dim}": nn.Parameter(torch.randn(len(names), dim, members * width) * dim**-0.5)
+                for dim, names in sorted(by_dim.items())
+                if dim != width or config.project_equal
+            }
+        )
         names = [name for group in self.groups.values() for name in group]
         self.id_tokens = len(names)
 
@@ -141,11 +136,8 @@ class _SideTokens(nn.Module):
 
     def _project(self, key: str, stacked: Tensor) -> Tensor:
         """Rows ``[f, B, C]`` to tokens ``[B, M, f, D]``."""
-        features, count, dim = stacked.shape
-        weight = self.projections[key]
-        if not self.slices:
-            tokens = torch.bmm(stacked, weight)
-            return tokens.view(features, count, self.members, self.width).permute(1, 2, 0, 3)
-        sliced = stacked.view(features, count, self.members, dim // self.members).transpose(1, 2)
-        tokens = torch.bmm(sliced.flatten(0, 1), weight.flatten(0, 1))
-        return tokens.view(features, self.members, count, self.width).permute(2, 1, 0, 3)
+        features, count, _ = stacked.shape
+        if key not in self.projections:
+            return stacked.transpose(0, 1).unsqueeze(1).expand(-1, self.members, -1, -1)
+        tokens = torch.bmm(stacked, self.projections[key])
+        return tokens.view(features, count, self.members, self.width).permute(1, 2, 0, 3)
