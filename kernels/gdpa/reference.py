@@ -9,8 +9,8 @@ Backward, with ``S = logit_scale * Q K^T``, ``P = scale * act(S)`` and ``dP = dO
 
 Computes in float32, or float64 for float64 inputs.
 
-Legend: Tq query rows, Tk key rows, B sequences, M keys per sequence where they are dense, H heads, d head width;
-b, Lq, Lk: a padded group (``kernels/jagged/padding.py``).
+Legend: Tq query rows, Tk key rows, B sequences, M keys per sequence where they are dense, H heads, G key heads, d head
+width; b, Lq, Lk: a padded group (``kernels/jagged/padding.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.jagged.padding import DenseSide, Group, PackedSide, compute_dtype, padded_groups
+from kernels.jagged.padding import (
+    DenseSide,
+    Group,
+    PackedSide,
+    compute_dtype,
+    padded_groups,
+    spread_heads,
+    sum_heads,
+)
 
 _aten = torch.ops.aten
 
@@ -52,25 +60,30 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int = -1,
 ) -> Tensor:
-    """Output ``[Tq, H, d]``; arguments as in ``kernels.gdpa.gdpa``, ``window`` -1 for none."""
+    """Output ``[Tq, H, d]``; arguments as in ``kernels.gdpa.gdpa``, ``window`` -1 for none.
+
+    Without ``q_offsets`` the output has the rows of the B copies of q, one after another. ``max_keys`` is of use to
+    the GPU kernels only.
+    """
     act = _ACTIVATIONS[activation]
-    dtype = compute_dtype(q.dtype)
+    dtype, heads = compute_dtype(q.dtype), q.shape[1]
     groups, queries, keys = _sides(q, k, q_offsets, kv_offsets)
     out = queries.buffer(v.shape[-1], dtype)
     for g, group in enumerate(groups):
-        k_padded = keys.take(k, g, dtype) * logit_scale
-        v_padded = keys.take(v, g, dtype) * _factor(keys.real(g), scale)
-        p = act.forward(queries.take(q, g, dtype) @ k_padded.transpose(2, 3))
+        k_padded = spread_heads(keys.take(k, g, dtype) * logit_scale, heads)
+        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale), heads)
+        p = act.forward(_queries(q, q_offsets, queries, g, dtype) @ k_padded.transpose(2, 3))
         if window >= 0:
             p = p.masked_fill(_outside(group, window, q.device), 0)
-        queries.put(out, g, p @ v_padded)
+        queries.put_product(out, g, p, v_padded)
     return queries.result(out, q.dtype)
 
 
@@ -79,23 +92,24 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each of the shape of its tensor."""
     act = _ACTIVATIONS[activation]
-    dtype = compute_dtype(q.dtype)
+    dtype, heads = compute_dtype(q.dtype), q.shape[1]
     groups, queries, keys = _sides(q, k, q_offsets, kv_offsets)
     dq = queries.buffer(q.shape[-1], dtype)
     dk, dv = keys.buffer(k.shape[-1], dtype), keys.buffer(v.shape[-1], dtype)
     for g, group in enumerate(groups):
-        q_padded = queries.take(q, g, dtype)
-        k_padded = keys.take(k, g, dtype) * logit_scale
-        v_padded = keys.take(v, g, dtype) * _factor(keys.real(g), scale)
+        q_padded = _queries(q, q_offsets, queries, g, dtype)
+        k_padded = spread_heads(keys.take(k, g, dtype) * logit_scale, heads)
+        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale), heads)
         do = queries.take(grad, g, dtype) * _factor(queries.real(g), 1.0)
         s = q_padded @ k_padded.transpose(2, 3)
         p = act.forward(s)
@@ -104,23 +118,36 @@ def backward(
             outside = _outside(group, window, q.device)
             p = p.masked_fill(outside, 0)
             ds = ds.masked_fill(outside, 0)
-        queries.put(dq, g, ds @ k_padded)
-        keys.put(dk, g, (ds.transpose(2, 3) @ q_padded) * logit_scale)
-        keys.put(dv, g, (p.transpose(2, 3) @ do) * scale)
+        queries.put_product(dq, g, ds, k_padded)
+        keys.put_product(dk, g, ds.transpose(2, 3), q_padded)
+        keys.put_product(dv, g, p.transpose(2, 3), do)
+    dk.mul_(logit_scale)
+    dv.mul_(scale)
     return queries.result(dq, q.dtype), keys.result(dk, k.dtype), keys.result(dv, v.dtype)
 
 
 def _sides(
-    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor | None
+    q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None
 ) -> tuple[list[Group], PackedSide, PackedSide | DenseSide]:
+    if q_offsets is None:
+        batch = k.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
+        q_offsets = torch.arange(batch + 1, device=q.device) * q.shape[0]
+        q_rows = q.shape[0] * batch
+    else:
+        q_rows = q.shape[0]
     q_lengths = q_offsets.diff()
     kv_lengths = torch.full_like(q_lengths, k.shape[1]) if kv_offsets is None else kv_offsets.diff()
     groups = padded_groups(q_lengths, kv_lengths, q.shape[1])
     rows = [group.rows for group in groups]
-    queries = PackedSide(q_offsets, q.shape[0], rows, [g.q_length for g in groups], q.shape[1])
+    queries = PackedSide(q_offsets, q_rows, rows, [g.q_length for g in groups], q.shape[1])
     if kv_offsets is None:
         return groups, queries, DenseSide(k, rows)
     return groups, queries, PackedSide(kv_offsets, k.shape[0], rows, [g.kv_length for g in groups], k.shape[1])
+
+
+def _queries(q: Tensor, q_offsets: Tensor | None, side: PackedSide, group: int, dtype: torch.dtype) -> Tensor:
+    """Queries ``[b, H, Lq, d]``, or ``[1, H, Q, d]`` where all sequences ask the same."""
+    return side.take(q, group, dtype) if q_offsets is not None else q.to(dtype).transpose(0, 1)[None]
 
 
 def _factor(real: Tensor, factor: float) -> Tensor:

@@ -55,6 +55,16 @@ def padded_groups(q_lengths: Tensor, kv_lengths: Tensor, heads: int) -> list[Gro
     return groups
 
 
+def spread_heads(x: Tensor, heads: int) -> Tensor:
+    """Rows of G key heads ``[b, G, L, d]`` to a copy for each of ``heads`` query heads; query head h has ``h G // H``."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def sum_heads(x: Tensor, heads: int) -> Tensor:
+    """The backward of ``spread_heads``: sums what shares one of ``heads`` key heads."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+
+
 def _bucket(lengths: Tensor) -> Tensor:
     return lengths.clamp(min=_SMALLEST_BUCKET).to(torch.float64).log2().ceil().long()
 
@@ -103,10 +113,16 @@ class PackedSide:
         buffer[-1].zero_()
         return buffer
 
+    def put_product(self, buffer: Tensor, group: int, a: Tensor, b: Tensor) -> None:
+        """Stores ``a @ b``, the result ``[b, H, L, width]`` of a group."""
+        count, length = self.rows[group].shape[0], self.lengths[group]
+        part = buffer[self._first[group] :][: count * self.heads * length]
+        out = part.view(count * self.heads, length, buffer.shape[1])
+        torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out)
+
     def put(self, buffer: Tensor, group: int, padded: Tensor) -> None:
         """Stores the result ``[b, H, L, width]`` of a group."""
-        first, count = self._first[group], padded.shape[:3].numel()
-        buffer[first : first + count].view(padded.shape).copy_(padded)
+        buffer[self._first[group] :][: padded.shape[:3].numel()].view(padded.shape).copy_(padded)
 
     def result(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """What the groups stored, in packed order: ``[T, H, width]``."""
@@ -151,9 +167,9 @@ class DenseSide:
         """Room for the results of all groups; zero for sequences that are in none."""
         return torch.zeros((*self.shape[:3], width), dtype=dtype, device=self.device)
 
-    def put(self, buffer: Tensor, group: int, padded: Tensor) -> None:
-        """Stores the result ``[b, H, M, width]`` of a group."""
-        buffer.index_copy_(0, self.rows[group], padded.transpose(1, 2))
+    def put_product(self, buffer: Tensor, group: int, a: Tensor, b: Tensor) -> None:
+        """Stores ``a @ b``, the result ``[b, H, M, width]`` of a group."""
+        buffer.index_copy_(0, self.rows[group], (a @ b).transpose(1, 2))
 
     def result(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         """What the groups stored: ``[B, M, H, width]``."""

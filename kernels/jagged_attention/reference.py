@@ -12,8 +12,8 @@ Padded products rather than ``scaled_dot_product_attention``: on CPU, at the len
 and they take any dtype.
 Computes in float32, or float64 for float64 inputs.
 
-Legend: Tq query rows, Tk key rows, B sequences, Q learned queries, H heads, d key width, e value width;
-b, Lq, Lk: a padded group (``kernels/jagged/padding.py``).
+Legend: Tq query rows, Tk key rows, B sequences, Q learned queries, H heads, G key heads, d key width,
+e value width; b, Lq, Lk: a padded group (``kernels/jagged/padding.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jagged.padding import Group, PackedSide, compute_dtype, padded_groups
+from kernels.jagged.padding import Group, PackedSide, compute_dtype, padded_groups, spread_heads, sum_heads
 
 _HIDDEN = -1e30
 """Logit of a key that does not count: finite, so that a query without keys stays free of NaN."""
@@ -42,14 +42,14 @@ def forward(
     Arguments as in ``kernels.jagged_attention.jagged_attention``; ``window`` -1 for none. Without ``q_offsets`` the
     output has the rows of the B copies of q, one after another.
     """
-    dtype = compute_dtype(q.dtype)
-    groups, queries, keys = _sides(q, q_offsets, kv_offsets, k.shape[0])
+    dtype, heads = compute_dtype(q.dtype), q.shape[1]
+    groups, queries, keys = _sides(q, q_offsets, kv_offsets, k)
     out, lse = queries.buffer(v.shape[2], dtype), queries.buffer(1, dtype)
     for g, group in enumerate(groups):
         bias, sees = _bias(group, queries.real(g), keys.real(g), causal, window, dtype)
-        k_padded = keys.take(k, g, dtype) * scale
-        p, top, total = _exponentials(_queries(q, q_offsets, queries, g, dtype) @ k_padded.transpose(2, 3), bias)
-        o = (p @ keys.take(v, g, dtype)).div_(total)
+        s = _queries(q, q_offsets, queries, g, scale, dtype) @ keys.take(k, g, dtype).transpose(2, 3)
+        p, top, total = _exponentials(s, bias)
+        o = (p @ spread_heads(keys.take(v, g, dtype), heads)).div_(total)
         queries.put(out, g, o if sees is None else o * sees)
         queries.put(lse, g, top + total.log() if sees is None else (top + total.log()) * sees)
     return queries.result(out, q.dtype), queries.result(lse, dtype).squeeze(2)
@@ -69,16 +69,16 @@ def backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each of the shape of its tensor."""
-    dtype = compute_dtype(q.dtype)
-    groups, queries, keys = _sides(q, q_offsets, kv_offsets, k.shape[0])
+    dtype, heads = compute_dtype(q.dtype), q.shape[1]
+    groups, queries, keys = _sides(q, q_offsets, kv_offsets, k)
     dq = queries.buffer(q.shape[2], dtype)
     dk, dv = keys.buffer(k.shape[2], dtype), keys.buffer(v.shape[2], dtype)
     for g, group in enumerate(groups):
         real = queries.real(g)
         bias, sees = _bias(group, real, keys.real(g), causal, window, dtype)
-        q_padded = _queries(q, q_offsets, queries, g, dtype)
-        k_padded = keys.take(k, g, dtype) * scale
-        v_padded = keys.take(v, g, dtype)
+        q_padded = _queries(q, q_offsets, queries, g, scale, dtype)
+        k_padded = keys.take(k, g, dtype)
+        v_padded = spread_heads(keys.take(v, g, dtype), heads)
         do = queries.take(grad, g, dtype) * real[:, None, :, None]
         if sees is not None:
             do = do * sees
@@ -86,9 +86,10 @@ def backward(
         shift = queries.take(lse.unsqueeze(2), g, dtype)
         p = (q_padded @ k_padded.transpose(2, 3)).add_(bias).sub_(shift).exp_()
         ds = (do @ v_padded.transpose(2, 3)).sub_(delta).mul_(p)
-        queries.put(dq, g, ds @ k_padded)
-        keys.put(dk, g, (ds.transpose(2, 3) @ q_padded) * scale)
-        keys.put(dv, g, p.transpose(2, 3) @ do)
+        queries.put_product(dq, g, ds, k_padded)
+        keys.put_product(dk, g, ds.transpose(2, 3), q_padded.expand(ds.shape[0], -1, -1, -1))
+        keys.put_product(dv, g, p.transpose(2, 3), do)
+    dq.mul_(scale)
     dq_rows = queries.result(dq, dtype)
     if q_offsets is None:
         dq_rows = dq_rows.view(-1, *q.shape).sum(0)
@@ -104,7 +105,7 @@ def _exponentials(s: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sides(
-    q: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor, keys: int
+    q: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor, k: Tensor
 ) -> tuple[list[Group], PackedSide, PackedSide]:
     if q_offsets is None:
         q_offsets = torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
@@ -116,13 +117,17 @@ def _sides(
     return (
         groups,
         PackedSide(q_offsets, q_rows, rows, [g.q_length for g in groups], q.shape[1]),
-        PackedSide(kv_offsets, keys, rows, [g.kv_length for g in groups], q.shape[1]),
+        PackedSide(kv_offsets, k.shape[0], rows, [g.kv_length for g in groups], k.shape[1]),
     )
 
 
-def _queries(q: Tensor, q_offsets: Tensor | None, side: PackedSide, group: int, dtype: torch.dtype) -> Tensor:
-    """Queries ``[b, H, Lq, d]``, or ``[1, H, Q, d]`` where all sequences ask the same."""
-    return side.take(q, group, dtype) if q_offsets is not None else q.to(dtype).transpose(0, 1)[None]
+def _queries(
+    q: Tensor, q_offsets: Tensor | None, side: PackedSide, group: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Queries times scale ``[b, H, Lq, d]``, or ``[1, H, Q, d]`` where all sequences ask the same."""
+    if q_offsets is None:
+        return q.to(dtype).transpose(0, 1)[None] * scale
+    return side.take(q, group, dtype).mul_(scale)
 
 
 def _bias(
