@@ -8,28 +8,25 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
-import uvicorn
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.grpc_api import Servicer
+from serving.http_server import HttpServer, listen
 from serving.model import ModelLimits
 from serving.rest_api import HttpLimits, RestApi
 from serving.service import SchedulingConfig, Service
 
 log = logging.getLogger("opengem.serving")
-KEEP_ALIVE_SECONDS = 75
-"""How long an idle HTTP connection stays open: longer than the pools of usual clients keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,21 +102,6 @@ class ServeResult:
     rejected: int
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals to the caller and says when it has started."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    def capture_signals(self) -> Any:
-        return nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
 class Server:
     """A server inside a running event loop: `start`, then `stop`."""
 
@@ -135,19 +117,7 @@ class Server:
         )
         version = _version()
         rest = RestApi(self.service, config.http, token, version)
-        self._http = _Uvicorn(
-            uvicorn.Config(
-                rest.app(),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
-            )
-        )
+        self._http = HttpServer(rest.app(), config.drain_seconds)
         self._servicer = Servicer(self.service, token, version, config.http.max_in_flight)
         self._grpc: grpc.aio.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
@@ -158,43 +128,43 @@ class Server:
         Raises:
             ValueError: a port is taken, or no model can be loaded and that is not allowed.
         """
-        config = self.config
-        listener = listen(config.host, config.http_port)
         try:
-            grpc_port = self._add_grpc(config)
-        except ValueError:
-            listener.close()
+            return await self._start()
+        except BaseException:
+            await self.stop()
             raise
-        assert self._grpc is not None
+
+    async def _start(self) -> Addresses:
+        config = self.config
+        self._grpc, grpc_port = self._make_grpc()
+        listener = listen(config.host, config.http_port)
         await self._grpc.start()
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]))
         await self._http.listening.wait()
         await asyncio.to_thread(self.service.repository.start)
         if not self.service.repository.loaded() and not config.allow_empty:
             reasons = [f"{e.name}/{e.version}: {e.reason}" for e in await self.service.index()]
-            await self.stop()
             raise ValueError(
                 f"models: no model in {config.models} can be served: {'; '.join(reasons) or 'it holds none'}"
             )
         self.service.ready = True
         return Addresses(host=config.host, http_port=listener.getsockname()[1], grpc_port=grpc_port)
 
-    def _add_grpc(self, config: ServeConfig) -> int:
-        self._grpc = grpc.aio.server(
+    def _make_grpc(self) -> tuple[grpc.aio.Server, int]:
+        config = self.config
+        server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", config.http.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # else two servers could share a port without noticing
             )
         )
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._servicer, self._grpc)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._servicer, server)
         try:
-            port: int = self._grpc.add_insecure_port(f"{_bracket(config.host)}:{config.grpc_port}")
+            port: int = server.add_insecure_port(f"{_bracket(config.host)}:{config.grpc_port}")
         except RuntimeError:
-            port = 0
-        if not port:
-            raise ValueError(f"grpc_port: cannot listen on {config.host}:{config.grpc_port}; is it in use?")
-        return port
+            raise ValueError(f"grpc_port: cannot listen on {config.host}:{config.grpc_port}; is it in use?") from None
+        return server, port
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Turns unready, stops listening, lets requests in progress finish within the time, ends."""
@@ -240,7 +210,6 @@ async def _serve(config: ServeConfig) -> ServeResult:
         print("stopped while loading", file=sys.stderr)
         start.cancel()
         await asyncio.wait({start})
-        await server.stop()
         return server.result()
     addresses = start.result()
     _print_table(addresses, server)
@@ -312,19 +281,6 @@ def _version() -> str:
 
 def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket whose connections send at once. Raises ValueError where the port is taken."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=512)
-        # Accepted connections inherit it. asyncio sets it only on sockets made with an explicit protocol number;
-        # without it an answer's body waits up to 40 ms for the acknowledgement of its headers.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    except OSError as error:
-        raise ValueError(f"http_port: cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _read_token(path: Path | None) -> str | None:

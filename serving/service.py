@@ -65,6 +65,13 @@ class SchedulingConfig:
             )
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, where the system tells; else all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Service:
     """The running server without its network side.
 
@@ -89,8 +96,6 @@ class Service:
         self.limits = limits
         self.clock = clock
         self.reject_unknown = reject_unknown
-        self.workers = scheduling.workers or max(1, len(os.sched_getaffinity(0)) - 1)
-        self.scheduler = Scheduler(self.workers, scheduling.queue, clock)
         self.metrics = Metrics(lambda: self.scheduler.waiting, lambda: self.scheduler.running)
         self.repository = Repository(
             root,
@@ -99,6 +104,8 @@ class Service:
             on_load=lambda model: self.metrics.loaded(model.name, model.version),
             on_unload=lambda model: self.metrics.forget(model.name, model.version),
         )
+        self.workers = scheduling.workers or max(1, usable_cores() - 1)
+        self.scheduler = Scheduler(self.workers, scheduling.queue, clock)
         self.ready = False
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="serving-loader")
 

@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
 import opengem
 from foundation.data.options import parse_config
-from serving.app import ServeConfig, listen, running
+from serving.app import Addresses, ServeConfig, running
+from serving.http_server import MAX_HEAD_BYTES, listen
 from tests.serving.clients import http
 from tests.serving.model_folder import raw_request, write_model
 
@@ -153,6 +155,29 @@ def test_connections_send_without_waiting_for_acknowledgements() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_endless_headers_are_cut_off(server: Addresses) -> None:
+    host, port = server.http.split(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=30) as connection,
+        pytest.raises((OSError, AssertionError)),
+    ):
+        connection.sendall(b"POST /rank HTTP/1.1\r\nX: ")
+        for _ in range(4 * MAX_HEAD_BYTES // 65536):
+            connection.sendall(b"a" * 65536)
+        assert connection.recv(1), "the connection was closed"
+    assert http(server.http, "GET", "/v2/health/live").status == 200
+
+
+def test_many_requests_on_one_connection_do_not_add_up_to_a_long_head(server: Addresses) -> None:
+    host, port = server.http.split(":")
+    connection = HTTPConnection(host, int(port), timeout=30)
+    body = b" " * 100_000
+    for _ in range(3 * MAX_HEAD_BYTES // len(body)):
+        connection.request("POST", "/rank", body)
+        assert connection.getresponse().read()
+    connection.close()
 
 
 def test_the_preset_states_the_defaults(models: Path) -> None:
