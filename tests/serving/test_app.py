@@ -159,14 +159,15 @@ def test_connections_send_without_waiting_for_acknowledgements() -> None:
 
 def test_endless_headers_are_cut_off(server: Addresses) -> None:
     host, port = server.http.split(":")
-    with (
-        socket.create_connection((host, int(port)), timeout=30) as connection,
-        pytest.raises((OSError, AssertionError)),
-    ):
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(b"POST /rank HTTP/1.1\r\nX: ")
-        for _ in range(4 * MAX_HEAD_BYTES // 65536):
-            connection.sendall(b"a" * 65536)
-        assert connection.recv(1), "the connection was closed"
+        try:
+            for _ in range(4 * MAX_HEAD_BYTES // 65536):
+                connection.sendall(b"a" * 65536)
+            closed = connection.recv(1) == b""
+        except ConnectionError:
+            closed = True
+    assert closed
     assert http(server.http, "GET", "/v2/health/live").status == 200
 
 
