@@ -207,6 +207,7 @@ def world_schema(config: WorldConfig) -> Schema:
                     "keep": "latest",
                     "attributes": {
                         "item": {"column": "clicked_item", "table": "item"},
+                        "topic": {"column": "clicked_topic", "table": "topic"},
                         "like": {"column": "clicked_like", "table": "flag"},
                         "conversion": {
                             "column": "clicked_conversion",
@@ -237,7 +238,7 @@ def _prepare_settings(folder: Path) -> dict[str, Any]:
         "items": {"path": str(folder / "items.parquet"), "key": "item_id"},
         "sequences": {
             "clicked": {
-                "attributes": {name: name for name in ("like", "conversion", "surface")} | {"item": "item_id"},
+                "attributes": {name: name for name in ("topic", "like", "conversion", "surface")} | {"item": "item_id"},
                 "where": "click == 1",
             }
         },
