@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,7 @@ from foundation.training.resume import resume_from
 from foundation.training.rng import seed_all
 from foundation.training.run_log import RunLog, finite, print_summary
 from foundation.training.schedule import ScheduleConfig
-from foundation.training.state import TrainState
+from foundation.training.state import Progress, TrainState
 
 FORMAT = 1
 
@@ -148,6 +149,7 @@ def train(config: TrainConfig) -> TrainResult:
         log_folder=config.out / "tensorboard",
         log_from=0 if fresh else read_manifest(find_checkpoint(checkpoints))["step"] + 1,
     ) as fabric:
+        fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         if fabric.is_global_zero:
             settings.show(config, "train")
             _prepare_folder(config, dataset, fresh)
@@ -175,8 +177,6 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
     train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
     reader = LogReader(dataset, "train", train_reader, rank=rank, world_size=world)
     validation = _validation(config, dataset, rank, world)
-    steps = steps_of(reader, config.epochs)
-    steps = min(steps, config.max_steps) if config.max_steps else steps
 
     seed_all(config.seed)
     model = parallelize(_model(config, dataset), config.sparse, fabric.device)
@@ -199,6 +199,8 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
             if best.is_dir():
                 point(checkpoints, "best", best)
         prune(checkpoints, config.checkpoint.keep)
+    steps = steps_of(reader, config.epochs, state.progress)
+    steps = min(steps, config.max_steps) if config.max_steps else steps
     log = RunLog(config.out / "metrics.jsonl", fabric, state.progress.step)
     if not fresh:
         log.say(f"resumed from step {state.progress.step} of {steps}")
@@ -225,15 +227,24 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
     )
 
 
-def steps_of(reader: LogReader, epochs: float) -> int:
-    """Batches per rank of so many epochs, at least 1. Leaves the reader at the start of epoch 0."""
+def steps_of(reader: LogReader, epochs: float, progress: Progress) -> int:
+    """Steps of a whole run of so many epochs, at least 1: those done and those left, by this number of ranks.
+
+    Args:
+        reader: at the position to go on from, which it keeps.
+        epochs: may be a fraction.
+        progress: epochs and steps done.
+    """
+    position = reader.state_dict()
     whole = int(epochs)
-    total = 0.0
-    for epoch in range(whole + 1):
+    left = 0.0
+    for epoch in range(progress.epoch, whole + 1):
         reader.set_epoch(epoch)
-        total += len(reader) * (1.0 if epoch < whole else epochs - whole)
-    reader.set_epoch(0)
-    return max(1, round(total))
+        left += len(reader) * (1.0 if epoch < whole else epochs - whole)
+        left -= progress.epoch_step if epoch == progress.epoch else 0
+    reader.set_epoch(position["epoch"])
+    reader.load_state_dict(position)
+    return max(1, progress.step + math.floor(left + 0.5))
 
 
 def _model(config: TrainConfig, dataset: Dataset) -> GEM:
@@ -268,10 +279,31 @@ def _table_reset(config: TrainConfig, dataset: Dataset) -> Callable[[TrainState,
 
 
 def _finish(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
+    """The result, from rank 0, which writes the manifest and prints the table."""
+    result: list[TrainResult | None] = [None]
+    if loop.fabric.is_global_zero:
+        result[0] = _result(config, loop, ended)
+        manifest = {
+            "format": FORMAT,
+            "kind": "foundation",
+            **{key: value for key, value in settings.plain(result[0]).items() if key not in ("out", "checkpoint")},
+            "checkpoint": result[0].checkpoint.name,
+            "schema_hash": loop.manifest["schema_hash"],
+            "encoder_hash": loop.manifest["encoder_hash"],
+            "versions": {"torch": torch.__version__},
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        atomic_write(config.out / "manifest.json", json.dumps(finite(manifest), indent=1) + "\n")
+        _print(config, result[0])
+    dist.broadcast_object_list(result)
+    assert result[0] is not None
+    return result[0]
+
+
+def _result(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
     progress = loop.state.progress
-    which = "best" if progress.best_step is not None else "latest"
-    checkpoint = find_checkpoint(loop.checkpoints, which)
-    result = TrainResult(
+    checkpoint = find_checkpoint(loop.checkpoints, "best" if progress.best_step is not None else "latest")
+    return TrainResult(
         out=config.out,
         steps=progress.step,
         skipped=progress.skipped,
@@ -282,26 +314,15 @@ def _finish(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
         metrics=_metrics_of(checkpoint),
         checkpoint=checkpoint,
     )
-    if loop.fabric.is_global_zero:
-        manifest = {
-            "format": FORMAT,
-            "kind": "foundation",
-            **{key: value for key, value in settings.plain(result).items() if key not in ("out", "checkpoint")},
-            "checkpoint": checkpoint.name,
-            "schema_hash": loop.manifest["schema_hash"],
-            "encoder_hash": loop.manifest["encoder_hash"],
-            "versions": {"torch": torch.__version__},
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        atomic_write(config.out / "manifest.json", json.dumps(finite(manifest), indent=1) + "\n")
-        lines = [
-            f"{progress.step:,} steps, {progress.samples:,} impressions, {progress.skipped} steps skipped; {ended}"
-        ]
-        lines.append(f"{which} checkpoint: {checkpoint}")
-        print_summary(f"{config.evaluation.split}, step {progress.best_step}", result.metrics, lines)
-    if dist.get_world_size() > 1:
-        dist.barrier()  # nobody leaves before the manifest is there
-    return result
+
+
+def _print(config: TrainConfig, result: TrainResult) -> None:
+    kept = "last" if result.best_step is None else f"best {config.evaluation.metric}"
+    lines = [
+        f"{result.steps:,} steps, {result.samples:,} impressions, {result.skipped} steps skipped; {result.ended}",
+        f"{kept}: {result.checkpoint}",
+    ]
+    print_summary(f"{config.evaluation.split}, step {result.best_step}", result.metrics, lines)
 
 
 def _metrics_of(checkpoint: Path) -> Results:
