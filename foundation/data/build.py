@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from foundation.data.arrow_columns import column_roles, to_column
-from foundation.data.column_types import normalized
+from foundation.data.column_types import fractional, normalized
 from foundation.data.dataset_writer import SPLITS, DatasetWriter
 from foundation.data.encoder_fit import EncoderFit
 from foundation.data.history import EventLog, History, with_histories
@@ -38,6 +38,7 @@ _EARLIEST, _LATEST = wall_to_ms("2000-01-01", "UTC", ""), wall_to_ms("2100-01-01
 _BUCKET_ROWS_PER_GB = 500_000
 _CHUNK_ROWS = 16_384
 _RUN_ROWS = 2_048
+_BUCKET = "bucket"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +228,11 @@ def _hash(value) -> int:  # type: ignore[no-untyped-def,empty-body]
     """DuckDB's hash of any value, an unsigned number."""
 
 
+@ibis.udf.scalar.builtin(name="getvariable")
+def _variable(variable: str) -> int:  # type: ignore[empty-body]
+    """The value of a DuckDB variable."""
+
+
 class _Builder:
     """Runs the query of each bucket and yields the dataset's rows in their final order."""
 
@@ -242,49 +248,50 @@ class _Builder:
         self.schema, self.rows, self.histories = schema, rows, histories
         self.seed, self.seed_until = seed, seed_until
         built = {c for h in histories for c in (*h.attributes, *([h.timestamp] if h.timestamp else []))}
+        self._backend = rows.get_backend()
         self.columns = [*schema.columns(), *[c for c in carry if c not in schema.columns()]]
         self.own = [c for c in self.columns if c not in built]
         if schema.impression_id not in rows.columns:
             self.rows = rows.mutate(**{schema.impression_id: rows[ROW]})
         _require_columns(self.rows, self.own, "log, users and items together")
+        for column, count in fractional(self.rows, schema, self.own).items():
+            raise PrepareError(f"column {column!r} has {count} ids with a fraction; ids are whole numbers or strings")
 
     def tables(self, folder: Path, buckets: int) -> Iterator[pa.Table]:
         """Tables of the dataset's columns, ``_row`` and ``_split``, with ``_row`` ascending throughout."""
+        query = self._query(buckets)
         if buckets <= 1:
-            for batch in self._batches(None, _CHUNK_ROWS):
+            for batch in self._backend.con.sql(query).to_arrow_reader(_CHUNK_ROWS):
                 yield pa.Table.from_batches([batch])
             return
         runs = []
+        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
         for bucket in range(buckets):
-            path = folder / f"run-{bucket:05d}.arrow"
-            with ExitStack() as stack:
-                writer: pa.ipc.RecordBatchFileWriter | None = None
-                for batch in self._batches((bucket, buckets), _RUN_ROWS):
-                    if writer is None:
-                        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
-                        writer = stack.enter_context(pa.ipc.new_stream(str(path), batch.schema, options=compressed))
+            runs.append(folder / f"run-{bucket:05d}.arrow")
+            self._backend.raw_sql(f"SET VARIABLE {_BUCKET} = {bucket}")
+            reader = self._backend.con.sql(query).to_arrow_reader(_RUN_ROWS)
+            with pa.ipc.new_stream(str(runs[-1]), reader.schema, options=compressed) as writer:
+                for batch in reader:
                     writer.write_batch(batch)
-            if path.exists():
-                runs.append(path)
         yield from merge_runs(runs, ROW, _CHUNK_ROWS)
         for path in runs:
             path.unlink()
 
-    def _batches(self, bucket: tuple[int, int] | None, size: int) -> Iterator[pa.RecordBatch]:
+    def _query(self, buckets: int) -> str:
+        """SQL of the dataset's rows; of several buckets, those of the bucket that a DuckDB variable names."""
         rows, seed, user = self.rows, self.seed, self.schema.user
-        if bucket is not None:
-            rows = rows.filter(_hash(rows[user]) % bucket[1] == bucket[0])
+        if buckets > 1:
+            wanted = _variable(_BUCKET)
+            rows = rows.filter(_hash(rows[user]) % buckets == wanted)
             if seed is not None:
-                seed = seed.filter(_hash(seed[user].cast(rows[user].type())) % bucket[1] == bucket[0])
+                seed = seed.filter(_hash(seed[user].cast(rows[user].type())) % buckets == wanted)
         log = EventLog(events=rows, user=user, time=TIME, order=(PLACE,), seed=seed, seed_until=self.seed_until)
         asked = rows.filter(rows[ROW].notnull())
         asked = normalized(asked.select(*self.own, REQUEST_TIME, ROW, SPLIT), self.schema, self.own)
         result = with_histories(asked, log, self.histories, user=user, time=REQUEST_TIME)
         result = normalized(result, self.schema, [c for c in self.columns if c not in self.own])
         result = result.order_by(ROW).select(*self.columns, ROW, SPLIT)
-        backend = result.get_backend()
-        query = backend.con.sql(ibis.to_sql(result, dialect="duckdb"))
-        yield from query.to_arrow_reader(size)
+        return str(self._backend.compile(result))
 
 
 def merge_runs(runs: Sequence[Path], key: str, size: int) -> Iterator[pa.Table]:
@@ -353,7 +360,8 @@ def _array(column: pa.ChunkedArray) -> pa.Array:
 def _require_columns(table: ir.Table, names: Sequence[str], where: str) -> None:
     absent = [n for n in names if n not in table.columns]
     if absent:
-        raise PrepareError(f"{where}: no column {absent[0]!r}; columns are {', '.join(table.columns)}")
+        own = [c for c in table.columns if not c.startswith("_")]
+        raise PrepareError(f"{where}: no column {absent[0]!r}; columns are {', '.join(own)}")
 
 
 def _milliseconds(log: ir.Table, schema: Schema) -> ir.IntegerValue:

@@ -51,6 +51,15 @@ def condition(table: ir.Table, text: str, key: str) -> ir.BooleanValue:
     return value.fill_null(False)
 
 
+def names_in(text: str) -> frozenset[str]:
+    """The column names that a condition mentions; none where it is not a condition at all."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        return frozenset()
+    return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+
+
 class _Translator(ast.NodeVisitor):
     def __init__(self, table: ir.Table, text: str, key: str) -> None:
         self.table, self.text, self.key = table, text, key

@@ -18,7 +18,7 @@ import ibis.expr.types as ir
 
 from foundation.data.build import REQUEST_TIME, Arranged, WriteOptions, arrange, write_dataset
 from foundation.data.dataset_writer import MANIFEST
-from foundation.data.expressions import condition
+from foundation.data.expressions import condition, names_in
 from foundation.data.files import atomic_dir
 from foundation.data.history import History
 from foundation.data.progress import progress
@@ -217,6 +217,11 @@ def sequence_histories(schema: Schema, sources: Mapping[str, SequenceSource]) ->
             raise PrepareError(f"sequences.{name}.attributes.{attribute}: {kind}")
         if sequence.keep != "latest":
             raise PrepareError(f"sequences.{name}: only the latest events are kept; set keep: latest in the schema")
+        late = {t.label for t in schema.tasks if t.delay_hours} & names_in(source.where or "")
+        if late:
+            raise PrepareError(
+                f"sequences.{name}.where: {min(late)!r} is known only hours after the event, so it cannot choose events"
+            )
         histories.append(
             History(
                 name=name,
@@ -235,6 +240,9 @@ def join_side(rows: ir.Table, side: ir.Table, source: SideTable, name: str) -> i
         raise PrepareError(f"{name}.log_key: the log has no column {source.log_column!r}")
     new = [c for c in side.columns if c not in rows.columns and c not in (source.key, INPUT)]
     one, other = rows[source.log_column].type(), side[source.key].type()
+    for kind, where in ((one, f"log: column {source.log_column!r}"), (other, f"{name}: key {source.key!r}")):
+        if not (kind.is_string() or kind.is_numeric()):
+            raise PrepareError(f"{where} is {kind}; ids are integers or strings")
     if one.is_string() != other.is_string():
         raise PrepareError(
             f"{name}: key {source.key!r} is {other}, but the log's {source.log_column!r} is {one};"

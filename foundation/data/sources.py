@@ -17,6 +17,7 @@ import ibis
 import ibis.expr.types as ir
 import pyarrow as pa
 import pyarrow.parquet as pq
+from ibis.common.exceptions import IbisError
 from pyarrow import orc
 
 PARQUET = (".parquet", ".pq")
@@ -51,12 +52,12 @@ class SideTable:
 
 @contextmanager
 def duckdb_errors() -> Iterator[None]:
-    """Turns DuckDB's errors into PrepareError or, where the disk or memory is full, OSError."""
+    """Turns errors of DuckDB and Ibis into PrepareError or, where the disk or memory is full, OSError."""
     try:
         yield
     except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
         raise OSError(f"{_first_line(error)}; raise memory_gb or free disk space where the output goes") from error
-    except duckdb.Error as error:
+    except (duckdb.Error, IbisError) as error:
         raise PrepareError(_first_line(error)) from error
 
 
@@ -127,7 +128,7 @@ def store(
     connection: ibis.BaseBackend, name: str, table: ir.Table, files: Sequence[str] = (), key: str = ""
 ) -> ir.Table:
     """Writes an expression into a table of the database, in the expression's order."""
-    empty = [c for c, t in table.schema().items() if t.is_null()]
+    empty = [c for c, t in table.schema().items() if t.is_null() or t.is_unknown()]
     table = table.mutate(**{c: table[c].cast("int64") for c in empty})
     with _naming(files, key):
         return connection.create_table(name, table)
@@ -248,4 +249,6 @@ def _naming(files: Sequence[str], key: str) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What DuckDB says, without its hints; of a CSV file also the line it stumbled over."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return ": ".join(lines[:3] if "CSV Error" in lines[0] else lines[:1])

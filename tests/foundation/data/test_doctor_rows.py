@@ -70,7 +70,7 @@ def long_rows(column: str, least: int, folder: Path) -> int:
         (each("time_ms", lambda t: t // 1000), "time_unit", "error", "time_ms", 450),
         (each("time_ms", lambda t: t * 1000), "time_unit", "error", "time_ms", 450),
         (each("time_ms", lambda t: 22050412), "time_unit", "error", "time_ms", 450),
-        (lambda t: t.take(list(range(t.num_rows - 3, -1, -3)) + [0]), "row_order", "warning", "time_ms", None),
+        (lambda t: t.take([*range(t.num_rows - 3, -1, -3), 0]), "row_order", "warning", "time_ms", None),
         (rows("user_id", {4: "user-99"}), "request_users", "error", "user_id", 2),
         (rows("surface", {5: "nowhere"}), "request_surfaces", "error", "surface", 1),
         (rows("hour", {5: 23, 8: 23}), "request_features", "warning", "request_id", None),

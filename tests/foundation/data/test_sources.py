@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ibis
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import orc
+
+from foundation.data.sources import PrepareError, blank, connect, duckdb_errors, expand, load, require_unique
+
+TABLE = pa.table(
+    {"id": [3, 1, 2, 9, 5], "name": ["c", None, "UNKNOWN", "d", "e"], "x": [1.5, float("nan"), -124.0, 2.0, 0.0]}
+)
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[ibis.BaseBackend]:
+    work = tmp_path / "work"
+    work.mkdir()
+    connection = connect(work, 1.0, 1)
+    yield connection
+    connection.disconnect()
+
+
+def write(path: Path, table: pa.Table = TABLE) -> str:
+    text = "\n".join([",".join(table.column_names)] + [
+        ",".join("" if v is None else str(v) for v in row.values()) for row in table.to_pylist()
+    ]) + "\n"  # fmt: skip
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".orc":
+        orc.write_table(table, path, stripe_size=64)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return str(path)
+
+
+def rows(table: ibis.Table) -> list[dict[str, Any]]:
+    return table.order_by("_input").to_pyarrow().to_pylist()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.csv.gz", "a.orc"])
+def test_every_format_keeps_rows_and_their_order(connection: ibis.BaseBackend, tmp_path: Path, name: str) -> None:
+    found = rows(load(connection, "log", [write(tmp_path / name)], "log"))
+    assert [r["id"] for r in found] == [3, 1, 2, 9, 5]
+    assert [r["name"] for r in found] == TABLE["name"].to_pylist()
+    assert [r["_input"] for r in found] == [0, 1, 2, 3, 4]
+
+
+def test_files_come_in_the_order_of_their_names(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet", TABLE.slice(2))
+    write(tmp_path / "a.parquet", TABLE.slice(0, 2))
+    found = rows(load(connection, "log", [str(tmp_path / "*.parquet")], "log", columns=["id", "other"]))
+    assert [r["id"] for r in found] == [3, 1, 2, 9, 5] and set(found[0]) == {"id", "_input"}
+
+
+def test_sentinels_and_nan_become_null_and_are_counted(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    table, counts = blank(
+        load(connection, "log", [write(tmp_path / "a.parquet")], "log"), {"*": (-124, "UNKNOWN"), "id": (9,)}
+    )
+    assert [r["id"] for r in rows(table)] == [3, 1, 2, None, 5]
+    assert [r["name"] for r in rows(table)] == ["c", None, None, "d", "e"]
+    assert [r["x"] for r in rows(table)] == [1.5, None, None, 2.0, 0.0]
+    assert counts == {"id": 1, "name": 2, "x": 2}
+
+
+@pytest.mark.parametrize(
+    ("paths", "problem"),
+    [
+        (["gone.parquet"], "log: gone.parquet: no such file"),
+        (["*.gone"], "log: *.gone: no such file"),
+        ([], "log: is empty"),
+        (["a.txt"], "unknown format"),
+        (["a.csv", "a.parquet"], "files of one format are needed, got csv, parquet"),
+    ],
+)
+def test_paths_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.csv", "a.parquet", "a.txt"):
+        write(Path(name))
+    with pytest.raises(PrepareError) as error:
+        expand(paths, "log")
+    assert problem in str(error.value)
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv")
+    assert expand([path, str(tmp_path / "*.csv")], "log") == [path]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.orc", "a.csv.gz"])
+def test_a_truncated_file_is_named(connection: ibis.BaseBackend, tmp_path: Path, name: str) -> None:
+    table = pa.table({"id": list(range(5000)), "name": [str(i * 7919 % 10007) for i in range(5000)]})
+    path = Path(write(tmp_path / name, table))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises((PrepareError, OSError)) as error, duckdb_errors():
+        load(connection, "log", [path], "log")
+    assert name in str(error.value)
+
+
+def test_files_of_different_columns(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", TABLE.drop_columns(["x"]))
+    with pytest.raises(PrepareError, match=r"b\.parquet: column 'x' is missing, but .*a\.parquet has it"):
+        load(connection, "log", [str(tmp_path / "*.parquet")], "log")
+    assert len(rows(load(connection, "some", [str(tmp_path / "*.parquet")], "log", columns=["id", "name"]))) == 10
+
+
+def test_files_of_different_types(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", TABLE.set_column(0, "id", TABLE["id"].cast(pa.int32())))
+    assert len(rows(load(connection, "log", [str(tmp_path / "*.parquet")], "log"))) == 10
+    write(tmp_path / "c.parquet", TABLE.set_column(0, "id", TABLE["id"].cast(pa.string())))
+    with pytest.raises(PrepareError, match=r"c\.parquet: column 'id' is string, but int64 in"):
+        load(connection, "more", [str(tmp_path / "*.parquet")], "log")
+
+
+def test_a_csv_value_of_the_wrong_type_is_named(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,x\n1,2\nthree,4\n")
+    with pytest.raises(PrepareError, match=r"log: .*a\.csv: cannot be read") as error:
+        load(connection, "log", [tmp_path / "a.csv"], "log", types={"id": "BIGINT", "absent": "BIGINT"})
+    assert "three" in str(error.value)
+
+
+def test_side_tables_have_one_row_per_id(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    table = load(connection, "users", [write(tmp_path / "a.parquet")], "users")
+    require_unique(table, "id", "users")
+    with pytest.raises(PrepareError, match="users: 1 rows have a null 'name' or repeat one"):
+        require_unique(table, "name", "users")
+    with pytest.raises(PrepareError, match=r"users\.key: no column 'uid'; columns are id, name, x"):
+        require_unique(table, "uid", "users")
