@@ -249,13 +249,13 @@ def parse_infer_request(body: bytes, header_length: str | None, max_json_bytes: 
     inputs = header.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise invalid("inputs: expected a list with at least one tensor")
-    tensors: list[TensorHeader] = []
+    tensors: dict[str, TensorHeader] = {}
     offset = 0
     for index, entry in enumerate(inputs):
         tensor = _parse_input(entry, f"inputs[{index}]", binary[offset:])
-        if any(tensor.name == other.name for other in tensors):
+        if tensor.name in tensors:
             raise invalid(f"inputs[{index}]: tensor {tensor.name!r} is given twice")
-        tensors.append(tensor)
+        tensors[tensor.name] = tensor
         offset += len(tensor.raw) if tensor.raw is not None else 0
     if offset != len(binary):
         raise invalid(f"body: {len(binary) - offset} bytes belong to no input's binary_data_size")
@@ -263,7 +263,7 @@ def parse_infer_request(body: bytes, header_length: str | None, max_json_bytes: 
     return InferRequest(
         id=request_id,
         timeout_us=parse_timeout(parameters.get("timeout")),
-        inputs=tuple(tensors),
+        inputs=tuple(tensors.values()),
         outputs=_parse_outputs(header.get("outputs"), binary_default),
         binary_outputs=binary_default,
     )

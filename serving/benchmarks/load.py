@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -74,7 +75,8 @@ class LoadConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """One run. `codes` counts answers by status; latencies are of successful answers, in ms."""
+    """One run. `codes` counts answers by status; latencies are of successful answers, in ms; `cpu_ms` is the
+    server's processor time per request, which other work on the machine changes little."""
 
     rate: float
     sent: int
@@ -83,6 +85,7 @@ class LoadResult:
     codes: dict[str, int]
     p50_ms: float
     p99_ms: float
+    cpu_ms: float
 
 
 Send = Callable[[], Awaitable[str]]
@@ -97,10 +100,11 @@ def load(config: LoadConfig) -> list[LoadResult]:
     repository = Repository(config.models, ServedModel.load)
     model = repository.load(config.model)
     direct = direct_ms(model, config.candidates)
-    print(f"{config.api}, N = {config.candidates}, budget {config.budget_ms:g} ms, {platform.processor()}")
+    print(f"{config.api}, N = {config.candidates}, budget {config.budget_ms:g} ms, {os.cpu_count()} cores")
     print(f"onnxruntime {ort.__version__}, grpcio {grpc.__version__}, Python {platform.python_version()}")
     print(f"the model alone, one thread: {direct:.2f} ms")
-    print(f"{'rate/s':>8} {'goodput/s':>10} {'in budget':>10} {'p50 ms':>8} {'x alone':>8} {'p99 ms':>8}  answers")
+    columns = ("rate/s", "goodput/s", "in budget", "p50 ms", "x alone", "p99 ms", "cpu ms")
+    print(" ".join(f"{name:>9}" for name in columns), " answers")
     results = []
     with _server(config) as addresses:
         for rate in config.rates:
@@ -109,8 +113,8 @@ def load(config: LoadConfig) -> list[LoadResult]:
             share = result.in_budget / max(result.sent, 1)
             codes = ", ".join(f"{code}: {count}" for code, count in sorted(result.codes.items()))
             print(
-                f"{rate:8.0f} {result.goodput:10.1f} {share:10.1%} {result.p50_ms:8.2f} "
-                f"{result.p50_ms / direct:8.1f} {result.p99_ms:8.2f}  {codes}",
+                f"{rate:9.0f} {result.goodput:9.1f} {share:9.1%} {result.p50_ms:9.2f} "
+                f"{result.p50_ms / direct:9.1f} {result.p99_ms:9.2f} {result.cpu_ms:9.2f}  {codes}",
                 flush=True,
             )
     return results
@@ -132,9 +136,10 @@ async def _run(config: LoadConfig, model: ServedModel, addresses: dict[str, str]
     gaps = random.exponential(1 / rate, max(1, round(rate * config.seconds)))
     latencies: list[float] = []
     codes: Counter[str] = Counter()
-    async with _sender(config, model, addresses) as send:
+    async with _Sender(config, model, addresses) as send:
         for _ in range(20):
             await send()
+        cpu_before = _cpu_seconds(int(addresses["pid"]))
         begun = time.perf_counter() + 0.05
         moments = begun + np.cumsum(gaps)
         open_ones: set[asyncio.Task[None]] = set()
@@ -154,6 +159,7 @@ async def _run(config: LoadConfig, model: ServedModel, addresses: dict[str, str]
             open_ones.add(task)
             task.add_done_callback(open_ones.discard)
         await asyncio.gather(*open_ones)
+        cpu = _cpu_seconds(int(addresses["pid"])) - cpu_before
         wall = max(time.perf_counter() - begun, config.seconds)
     in_budget = sum(latency <= config.budget_ms for latency in latencies)
     p50, p99 = np.percentile(latencies, [50, 99]) if latencies else (float("nan"), float("nan"))
@@ -165,10 +171,20 @@ async def _run(config: LoadConfig, model: ServedModel, addresses: dict[str, str]
         codes=dict(codes),
         p50_ms=float(p50),
         p99_ms=float(p99),
+        cpu_ms=cpu / len(gaps) * 1e3,
     )
 
 
-class _sender:
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, user and system (Linux; NaN elsewhere)."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.exists():
+        return float("nan")
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Sender:
     """`async with` gives a function that sends one request and says how it ended."""
 
     def __init__(self, config: LoadConfig, model: ServedModel, addresses: dict[str, str]) -> None:
