@@ -18,6 +18,19 @@ Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 
 
+def pick_device(device: Device) -> torch.device:
+    """The kind of device that a config asks for; auto takes CUDA where there is a device.
+
+    Raises:
+        ValueError: cuda is asked for and there is none, or the name is not known.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: must be auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda is asked for, but torch finds no CUDA device; use cpu or auto")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def launched(*, device: Device, precision: Precision, log_folder: Path, log_from: int = 0) -> Iterator[Fabric]:
     """A Fabric with its process group, devices, precision and TensorBoard logger.
@@ -34,9 +47,7 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
     Raises:
         ValueError: cuda is asked for and there is none.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda is asked for, but torch finds no CUDA device; use cpu or auto")
-    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    kind = pick_device(device).type
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # TorchRec asks it a deprecated question
     torchrun = dist.is_torchelastic_launched()
     local = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun else 1

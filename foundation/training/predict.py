@@ -16,12 +16,13 @@ import torch
 
 from foundation.data import settings
 from foundation.data.dataset import Dataset
-from foundation.data.files import atomic_path, require_free
+from foundation.data.files import atomic_path
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.progress import track
 from foundation.data.schema import Schema
 from foundation.data.storage import open_parquet
 from foundation.training.checkpoint import load_model
+from foundation.training.launch import Device, pick_device
 from foundation.training.metrics import sigmoid
 from foundation.training.pipeline import device_batches
 
@@ -51,7 +52,7 @@ class PredictConfig:
     which: str = "best"
     keys: list[str] = field(default_factory=list)
     batch_size: int = 4096
-    device: str = "auto"
+    device: Device = "auto"
     overwrite: bool = False
 
 
@@ -72,9 +73,9 @@ def predict(config: PredictConfig) -> PredictResult:
         FileExistsError: `out` exists and `overwrite` is not set.
     """
     settings.show(config, "predict")
-    require_free(config.out, overwrite=config.overwrite)
-    device = torch.device("cuda" if config.device == "auto" and torch.cuda.is_available() else config.device)
-    device = torch.device("cpu") if config.device == "auto" and device.type != "cuda" else device
+    if config.out.is_dir() or (config.out.exists() and not config.overwrite):
+        raise FileExistsError(f"{config.out} exists; choose another file, or set overwrite to true to replace a file")
+    device = pick_device(config.device)
     loaded = load_model(config.run, config.which, device)
     dataset = Dataset.open(config.dataset)
     if dataset.schema.hash != loaded.schema.hash:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from foundation.data.options import parse_config
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.options import parse_config
 from foundation.model.gem import GEM
 from foundation.parallel.parallelize import SparseConfig
 from foundation.training import loop as loop_module
@@ -252,9 +252,7 @@ def test_an_unknown_metric_is_refused_before_training(data: Path, tmp_path: Path
 def test_bf16_is_near_fp32_and_keeps_float32_weights(data: Path, tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
         train(small_run.config(data, tmp_path / precision, max_steps=4, precision=precision))
-    fp32, bf16 = (
-        [line["loss"] for line in small_run.lines(tmp_path / name, "train")] for name in ("fp32", "bf16")
-    )
+    fp32, bf16 = ([line["loss"] for line in small_run.lines(tmp_path / name, "train")] for name in ("fp32", "bf16"))
     assert fp32 != bf16 and bf16 == pytest.approx(fp32, rel=0.02)
     assert {str(value.dtype) for value in small_run.tensors(tmp_path / "bf16").values()} == {"torch.float32"}
 
