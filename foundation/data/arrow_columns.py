@@ -19,6 +19,9 @@ from foundation.data.encoding import Column
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError
 
+# Arrow's names of float types that numpy calls otherwise.
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
 Content = Literal["id", "number", "time", "integer"]
 
 
@@ -101,11 +104,13 @@ def to_column(array: pa.Array, role: Role) -> Column:
         return Column(np.zeros(0, np.int64), offsets=np.zeros(len(array) + 1, np.int64))
     if array.null_count or pa.types.is_fixed_size_list(array.type):
         # flatten() skips null lists, which may lie over values of their own.
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        lengths = _values(pc.list_value_length(array))
+        valid = _valid(array)
+        lengths = lengths if valid is None else lengths * valid
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         values = _flat(_storage(array.flatten()))
     else:
-        offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+        offsets = _values(array.offsets).astype(np.int64)
         first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
         offsets = offsets - first if len(offsets) else np.zeros(1, np.int64)
         values = _flat(_storage(array.values.slice(first, last - first)))
@@ -114,7 +119,7 @@ def to_column(array: pa.Array, role: Role) -> Column:
 
 def surface_codes(array: pa.Array, schema: Schema) -> np.ndarray:
     """The index of each row's surface in ``schema.surface_names``, int64; null and other values are "other"."""
-    names = pa.array(schema.surface.values, pa.string())
+    names = _string_array(schema.surface.values)
     array = _plain(_storage(array))
     if pa.types.is_null(array.type):
         return np.full(len(array), len(names), dtype=np.int64)
@@ -123,7 +128,9 @@ def surface_codes(array: pa.Array, schema: Schema) -> np.ndarray:
     if not _is_string(array.type):
         array = pc.cast(array, pa.string())
     codes = pc.index_in(pc.cast(array, pa.string()), value_set=names)
-    return pc.fill_null(codes, len(names)).to_numpy(zero_copy_only=False).astype(np.int64)
+    valid = _valid(codes)
+    found = _values(codes).astype(np.int64)
+    return found if valid is None else np.where(valid, found, len(names))
 
 
 def string_leaves(fields: pa.Schema, roles: Mapping[str, Role], leaves: list[str]) -> list[str]:
@@ -160,6 +167,46 @@ def _fits(kind: pa.DataType, role: Role) -> bool:
     return numeric
 
 
+def bools(array: pa.Array) -> np.ndarray:
+    """An Arrow array of booleans as numpy bools, true where null."""
+    values = _bits(array.buffers()[1], array.offset, len(array))
+    valid = _valid(array)
+    return values if valid is None else values | ~valid
+
+
+def _values(array: pa.Array) -> np.ndarray:
+    """Integers or floats, anything where null. Made without to_numpy(), which imports pandas: slow, in every worker."""
+    kind = np.dtype(_FLOATS.get(str(array.type), str(array.type)))
+    if not len(array):
+        return np.zeros(0, dtype=kind)
+    return np.frombuffer(array.buffers()[1], dtype=kind, count=array.offset + len(array))[array.offset :]
+
+
+def _valid(array: pa.Array) -> np.ndarray | None:
+    """Which values are not null; ``None`` if none is."""
+    return _bits(array.buffers()[0], array.offset, len(array)) if array.null_count else None
+
+
+def _bits(buffer: pa.Buffer, offset: int, count: int) -> np.ndarray:
+    if not count:
+        return np.zeros(0, dtype=bool)
+    packed = np.frombuffer(buffer, dtype=np.uint8)[offset // 8 : -(-(offset + count) // 8)]
+    return np.unpackbits(packed, count=offset % 8 + count, bitorder="little")[offset % 8 :].view(bool)
+
+
+def int_array(values: np.ndarray) -> pa.Array:
+    """An Arrow array of int64 values, made without pa.array() for the reason above."""
+    values = np.ascontiguousarray(values, dtype=np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(values)])
+
+
+def _string_array(values: tuple[str, ...]) -> pa.Array:
+    """An Arrow array of strings, made without pa.array() for the reason above."""
+    data = [value.encode() for value in values]
+    offsets = np.cumsum([0, *map(len, data)]).astype(np.int32)
+    return pa.StringArray.from_buffers(len(data), pa.py_buffer(offsets), pa.py_buffer(b"".join(data)))
+
+
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
@@ -187,16 +234,17 @@ def _flat(array: pa.Array) -> Column:
         kind = array.type
     if pa.types.is_dictionary(kind) or _is_string(kind):
         return _strings(array)
-    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    valid = _valid(array)
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         array = pc.cast(array, pa.timestamp("ms", tz=getattr(kind, "tz", None)), safe=False).cast(pa.int64())
     elif pa.types.is_decimal(kind):
         array = array.cast(pa.int64() if kind.scale == 0 else pa.float64())
     elif pa.types.is_boolean(kind):
-        array = array.cast(pa.uint8())
-    if valid is not None:
-        array = array.fill_null(0)
-    return Column(array.to_numpy(zero_copy_only=False), valid)
+        array = array.cast(pa.int8())
+    values = _values(array)
+    if valid is not None and values.dtype.kind != "i":
+        values = np.where(valid, values, values.dtype.type(0))
+    return Column(values, valid)
 
 
 def _strings(array: pa.Array) -> Column:
@@ -205,15 +253,15 @@ def _strings(array: pa.Array) -> Column:
         array = _plain(array)
     if not pa.types.is_dictionary(array.type):
         array = (array.cast(pa.string()) if pa.types.is_string_view(array.type) else array).dictionary_encode()
-    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
-    indices = array.indices
-    codes = (indices.fill_null(0) if valid is not None else indices).to_numpy(zero_copy_only=False)
-    codes = codes.astype(np.int64)
+    valid = _valid(array)
+    codes = _values(array.indices).astype(np.int64)
+    if valid is not None:
+        codes *= valid
     dictionary = array.dictionary
     if not len(dictionary):
         return Column(np.zeros(len(array), np.int64), np.zeros(len(array), bool))
     if len(dictionary) > len(codes):
         # The dictionary of a row group can be much larger than this slice of it.
         used, codes = np.unique(codes, return_inverse=True)
-        dictionary = dictionary.take(pa.array(used))
+        dictionary = dictionary.take(int_array(used))
     return Column(codes, valid, dictionary=np.array(dictionary.to_pylist(), dtype=object))

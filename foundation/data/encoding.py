@@ -132,6 +132,7 @@ class Encoder:
         self.vocabularies = dict(vocabularies)
         self.statistics = dict(statistics)
         self.counters: dict[str, dict[str, int]] = defaultdict(lambda: {"missing": 0, "unknown": 0})
+        self._tables = {t.name: t for t in schema.tables}
         self._index = {name: VocabularyIndex(v) for name, v in self.vocabularies.items()}
         for table in schema.tables:
             if table.kind == "vocabulary" and table.name not in self._index:
@@ -190,7 +191,11 @@ class Encoder:
         known = None
         if column.dictionary is not None:
             known = self._rows_of(table_name, column.dictionary, key)
-        if valid is not None and not valid.all():
+        if valid is not None and known is None and values.dtype.kind == "i" and valid.any():
+            # Faster than picking the valid ones: what lies under a null is some integer.
+            rows = self._rows_of(table_name, values, key) * valid
+            counter["missing"] += int(len(values) - np.count_nonzero(valid))
+        elif valid is not None and not valid.all():
             rows = np.full(len(values), MISSING_ROW, dtype=np.int64)
             present = values[valid]
             rows[valid] = self._rows_of(table_name, present, key) if known is None else known[present]
@@ -203,7 +208,7 @@ class Encoder:
     def _rows_of(self, table_name: str, values: np.ndarray, key: str) -> np.ndarray:
         if not len(values):
             return np.zeros(0, dtype=np.int64)
-        table = self.schema.table(table_name)
+        table = self._tables[table_name]
         ids = canonical_ids(values, key)
         if table.kind == "hash":
             return hash_rows(ids, int(table.rows or 0), table.seed)

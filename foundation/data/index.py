@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from foundation.data.arrow_columns import Role, check_schema, column_roles, surface_codes
+from foundation.data.arrow_columns import Role, bools, check_schema, column_roles, surface_codes
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError, open_parquet
 
@@ -233,8 +233,7 @@ class _FileScan:
         if pa.types.is_null(ids.type):
             return differs
         if len(ids) > 1:
-            changed = pc.fill_null(pc.not_equal(ids.slice(1), ids.slice(0, len(ids) - 1)), True)
-            differs[1:] = changed.to_numpy(zero_copy_only=False)
+            differs[1:] = bools(pc.not_equal(ids.slice(1), ids.slice(0, len(ids) - 1)))
         if self.previous is not None and self.previous.is_valid and ids[0].is_valid:
             differs[0] = self.previous.as_py() != ids[0].as_py()
         self.previous = ids[len(ids) - 1]

@@ -18,7 +18,7 @@ from foundation.data.encoding import EncodedBatch
 from foundation.data.index import SplitIndex, index_files
 from foundation.data.plan import PlanSettings, Unit, plan_epoch
 from foundation.data.storage import DatasetError
-from foundation.data.window import Counts, WindowLoader, empty_batch, label_columns
+from foundation.data.window_loader import Counts, WindowLoader, empty_batch, label_columns
 from foundation.data.workers import WorkerPool, read_here
 
 # A row group from which several ranks or workers read is decoded by each of them up to its last row wanted.
@@ -245,9 +245,9 @@ class LogReader:
         return {
             "schema_hash": self.dataset.schema.hash,
             "split": self.split,
+            "surface": self.surface,
             "rows": self._index.rows,
             "row_groups": self._index.layout,
-            "surface": self.surface,
             "batch_size": self.config.batch_size,
             "shuffle": self._settings.shuffle,
             "window_rows": self._settings.window_rows,

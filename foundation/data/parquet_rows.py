@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +46,16 @@ class RowReader:
     Args:
         files: paths or URLs.
         roles: the columns to read.
+
+    Attributes:
+        ahead: decode the next record batch in a thread while the last one is in use.
     """
 
     def __init__(self, files: Sequence[str], roles: Mapping[str, Role]) -> None:
         self.files = files
         self.roles = roles
+        self.ahead = False
+        self._thread: ThreadPoolExecutor | None = None
         self._open: OrderedDict[int, _File] = OrderedDict()
         self._cursors: OrderedDict[tuple[int, int], _Cursor] = OrderedDict()
 
@@ -74,6 +80,9 @@ class RowReader:
     def close(self) -> None:
         """Closes all files."""
         self._cursors.clear()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
         while self._open:
             self._open.popitem()[1].parquet.close()
 
@@ -85,7 +94,8 @@ class RowReader:
         tail = start == 0 and stop < min(rows, batch_rows // 4)
         cursor = None if tail else self._cursors.pop((file, group), None)
         if cursor is None or cursor.row > start:
-            cursor = _Cursor(self._batches(file, group, stop if tail else batch_rows))
+            batches = self._batches(file, group, stop if tail else batch_rows)
+            cursor = _Cursor(self._read_ahead(batches) if self.ahead and not tail else batches)
         while cursor.row < stop:
             batch = cursor.rest if cursor.rest is not None else next(cursor.batches)
             first, last = max(start - cursor.row, 0), min(stop - cursor.row, len(batch))
@@ -108,6 +118,14 @@ class RowReader:
                 batch_rows, row_groups=[group], columns=list(self.roles), use_threads=False
             )
         )
+
+    def _read_ahead(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        pending = self._thread.submit(next, batches, None)
+        while (batch := pending.result()) is not None:
+            pending = self._thread.submit(next, batches, None)
+            yield batch
 
     def _batch_rows(self, file: int, group: int) -> int:
         """Fewer rows at a time where lists are long."""

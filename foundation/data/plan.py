@@ -4,7 +4,7 @@ A plan is a function of the split's index, the settings, the seed and the epoch 
 plan of all ranks and no rank has to talk to another:
 
 1. Row groups, in shuffled or in file order, are dealt to the rank that has the fewest rows; one that would
-   overfill a rank is split at a request. All ranks end with the same number of rows, give or take a request.
+   overfill a rank is split at the nearest request. All ranks end with nearly the same number of rows.
 2. A rank's row groups are cut or gathered into windows. Inside a window, requests are shuffled.
 3. A window is cut into batches of whole requests, all of nearly the same size. A rank that needs fewer batches
    than another cuts a little finer, so every rank has exactly the same number of them.
@@ -228,7 +228,10 @@ def _split(index: SplitIndex, piece: Piece, rows: list[int]) -> list[Piece]:
         stops, ends = marks, marks
     else:
         filled = np.cumsum(group.wanted_sizes(piece.first, piece.stop))
-        found = np.searchsorted(filled, [cut for cut in rows if cut < piece.rows])
+        cuts = np.array([cut for cut in rows if cut < piece.rows], dtype=np.int64)
+        found = np.searchsorted(filled, cuts)
+        before = filled[np.maximum(found - 1, 0)]
+        found -= (found > 0) & (before > 0) & (cuts - before < filled[found] - cuts)
         stops = [0, *sorted({int(place) + 1 for place in found} | {piece.stop - piece.first})]
         ends = [0, *(int(filled[stop - 1]) for stop in stops[1:])]
     return [

@@ -21,11 +21,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import numpy as np
+import pyarrow as pa
 
 from foundation.data.encoding import EncodedBatch
 from foundation.data.plan import Unit
 from foundation.data.storage import DatasetError
-from foundation.data.window import Counts, Window, WindowLoader
+from foundation.data.window import Window
+from foundation.data.window_loader import Counts, WindowLoader
 
 # Address space of a slot; memory is used only as far as batches reach. Larger batches go through the pipe.
 _SLOT_BYTES = 64 << 20
@@ -56,13 +58,13 @@ class _Failure:
 
 def read_here(loader: WindowLoader, units: Sequence[Unit]) -> Iterator[tuple[EncodedBatch, Counts]]:
     """Batches of the units, in this process."""
+    store = loader.new_store()
     for unit in units:
-        window = loader.load(unit)
+        window = loader.load(unit, store)
         counts = loader.take_counts()
         for number in range(unit.first, unit.stop):
             yield window.batch(number), counts
             counts = {}
-        del window
 
 
 class WorkerPool:
@@ -184,11 +186,14 @@ def _work(
     # Ctrl-C is for the main process, which then ends its workers; its other handlers are not for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Arrow's own allocators keep freed memory longer than malloc does, in every worker.
+    pa.set_memory_pool(pa.system_memory_pool())
     for other in inherited:
         # Otherwise a pipe would stay open when the main process is killed, and its reader would wait for ever.
         other.close()
     try:
         sender = _Sender(pipe, slots)
+        loader.read_ahead()
         for unit, window, counts in _windows(loader, units, ahead):
             for number in range(unit.first, unit.stop):
                 sender.send(window.batch(number), counts)
@@ -208,22 +213,22 @@ def _work(
 
 def _windows(loader: WindowLoader, units: Sequence[Unit], ahead: bool) -> Iterator[tuple[Unit, Window, Counts]]:
     """Windows in order. ``ahead``: the next one is read while this one is being sent."""
+    stores = [loader.new_store() for _ in range(2 if ahead else 1)]
 
-    def load(unit: Unit) -> tuple[Unit, Window, Counts]:
-        window = loader.load(unit)
-        return unit, window, loader.take_counts()
+    def load(number: int) -> tuple[Unit, Window, Counts]:
+        window = loader.load(units[number], stores[number % len(stores)])
+        return units[number], window, loader.take_counts()
 
     if not ahead:
-        yield from map(load, units)
+        yield from map(load, range(len(units)))
         return
     with ThreadPoolExecutor(1) as executor:
-        pending = executor.submit(load, units[0]) if units else None
-        for following in [*units[1:], None]:
-            assert pending is not None
+        pending = executor.submit(load, 0)
+        for number in range(1, len(units) + 1):
             found = pending.result()
-            pending = executor.submit(load, following) if following is not None else None
+            if number < len(units):
+                pending = executor.submit(load, number)
             yield found
-            del found
 
 
 class _Sender:

@@ -13,7 +13,7 @@ import torch
 from foundation.data.batch import Batch, sparse_keys
 from foundation.data.encoding import EncodedBatch
 from foundation.data.logs import LogReader, ReaderConfig
-from foundation.data.window import empty_batch
+from foundation.data.window_loader import empty_batch
 from tests.foundation.data.builders import fit, small_schema, small_table, train_parts, write_dataset
 
 
