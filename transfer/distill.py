@@ -169,6 +169,7 @@ def distill(config: DistillConfig) -> DistillResult:
         )
         save(config, folder / "config.yaml")
         save_student(folder, student)
+    print(summary(config, metrics))
     return DistillResult(
         out=config.out,
         surface=config.surface,
@@ -178,6 +179,28 @@ def distill(config: DistillConfig) -> DistillResult:
         steps=module.steps,
         best_step=module.best_step,
     )
+
+
+def summary(config: DistillConfig, metrics: dict[str, Any]) -> str:
+    """One line per task on the last split measured, beside the teacher where it scored the rows."""
+    split = "test" if "test" in metrics else "validation"
+    lines = [f"{config.out}: student of surface {config.surface}, on {split}:"]
+    for task, slices in metrics[split].items():
+        own = slices.get(config.surface)
+        if own is None:
+            continue
+        line = (
+            f"  {task}: NE {_number(own['ne'])}, AUC {_number(own['auc'])}, calibration {_number(own['calibration'])}"
+        )
+        teacher = metrics.get("teacher", {}).get(split, {}).get(task, {}).get(config.surface)
+        if teacher is not None:
+            line += f" (teacher NE {_number(teacher['ne'])}, AUC {_number(teacher['auc'])})"
+        lines.append(line + f", {own['rows']:,} rows")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "not defined" if value is None else f"{value:.4f}"
 
 
 def _open_store(config: DistillConfig, dataset: Dataset) -> LabelStore | None:

@@ -102,6 +102,7 @@ def score(config: ScoreConfig) -> ScoreResult:
         )
         save(config, folder / "config.yaml")
         (folder / STORE).write_text(info.to_json())
+    print(f"{config.out}: {info.rows:,} rows of {', '.join(config.splits)}, teacher {info.teacher[:12]}")
     return ScoreResult(out=config.out, rows=info.rows, teacher=info.teacher)
 
 

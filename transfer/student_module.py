@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -164,8 +164,9 @@ class StudentModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Logs the normalised entropy and keeps the weights if it is the best so far."""
         results = self._suite.compute()
-        values = {task.name: results[task.name][self.metric_slice]["ne"] for task in self.schema.tasks}
-        ne = mean_ne(values, {task.name: task.weight for task in self.schema.tasks})
+        slices = {task.name: results[task.name][self.metric_slice] for task in self.schema.tasks}
+        values = {name: slice_["ne"] for name, slice_ in slices.items()}
+        ne = joint_ne(slices, {task.name: task.weight for task in self.schema.tasks})
         self.log_dict({MONITOR: ne, **{f"validation/ne/{name}": value for name, value in values.items()}})
         self.curve.append({"step": self.steps, "ne": ne, **{f"ne/{name}": v for name, v in values.items()}})
         if ne < self.best_ne or not self._best:
@@ -210,16 +211,28 @@ class StudentModule(pl.LightningModule):
         torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1.0 - decay)
 
 
-def mean_ne(values: dict[str, float], weights: dict[str, float]) -> float:
-    """Mean of the tasks' NE by task weight; tasks without an answer are left out.
+def joint_ne(slices: Mapping[str, Mapping[str, Any]], weights: Mapping[str, float]) -> float:
+    """Log loss of all tasks together over their entropy together: tasks count by how much there is to predict.
+
+    A plain mean over tasks would let a task with a handful of positives decide which weights are kept.
+
+    Args:
+        slices: by task, ``ne``, ``rows`` and ``positives``; a task of one class has no NE and is left out.
+        weights: weight of each task.
 
     Raises:
-        ValueError: no task has one: every validation label is of one class.
+        ValueError: no task has both classes.
     """
-    kept = {name: value for name, value in values.items() if math.isfinite(value) and weights[name] > 0}
-    if not kept:
+    total = entropy = 0.0
+    for name, slice_ in slices.items():
+        if not math.isfinite(slice_["ne"]):
+            continue
+        p = slice_["positives"] / slice_["rows"]
+        own = -weights[name] * slice_["rows"] * (p * math.log(p) + (1 - p) * math.log1p(-p))
+        total, entropy = total + slice_["ne"] * own, entropy + own
+    if entropy <= 0:
         raise ValueError(
             "no task has both classes among the surface's validation rows, so nothing can be compared; "
             "use a longer validation period or another surface"
         )
-    return float(np.average(list(kept.values()), weights=[weights[name] for name in kept]))
+    return total / entropy

@@ -141,9 +141,9 @@ def export(config: ExportConfig) -> ExportResult:
         }
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
         atomic_write(config.out / name / TRITON_CONFIG, triton_config(name, inputs, outputs))
-    return ExportResult(
-        path=config.out / name / str(version), name=name, version=version, max_abs_diff=report.max_abs_diff
-    )
+    path = config.out / name / str(version)
+    print(f"{path}: {len(report.cases)} parity cases passed, largest difference {report.max_abs_diff:.1e}")
+    return ExportResult(path=path, name=name, version=version, max_abs_diff=report.max_abs_diff)
 
 
 def next_version(folder: Path) -> int:

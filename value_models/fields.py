@@ -6,7 +6,7 @@ Everything here exports to ONNX as Gather and masked sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -61,19 +61,24 @@ class Tables(nn.Module):
         return self.weight(table).shape[1]
 
     def forward(self, table: str, ids: Tensor) -> Tensor:
-        """Embeddings ``[..., D]`` of int64 ids ``[...]``.
+        """Embeddings ``[..., D]`` of int64 ids ``[...]`` of one table; see :meth:`lookup`."""
+        return self.lookup((table,), ids.unsqueeze(-1))[0]
 
-        An id outside the table reads the "unknown" row, inside an exported graph too: a negative index would
-        otherwise wrap around to another id's row.
+    def lookup(self, tables: Sequence[str], ids: Tensor) -> list[Tensor]:
+        """Embeddings ``[..., D]`` of each column of int64 ``ids [..., F]``, column f from ``tables[f]``.
+
+        An id outside its table reads the "unknown" row, inside an exported graph too: a negative index would
+        otherwise wrap around to another id's row. All columns are checked at once, which keeps graphs small.
         """
-        rows = self.weight(table).shape[0]
+        rows = torch.tensor([self.weight(table).shape[0] for table in tables], device=ids.device)
         ids = torch.where((ids >= 0) & (ids < rows), ids, UNKNOWN_ROW)
-        rate = self.id_dropout.get(table, 0.0)
-        if self.training and rate > 0:
-            drop = (torch.rand(ids.shape, device=ids.device) < rate) & (ids >= FIRST_ROW)
-            ids = torch.where(drop, UNKNOWN_ROW, ids)
-        embedded: Tensor = self.embeddings[module_key(table)](ids)
-        return embedded
+        rates = [self.id_dropout.get(table, 0.0) for table in tables]
+        if self.training and any(rates):
+            drop = torch.rand(ids.shape, device=ids.device) < torch.tensor(rates, device=ids.device)
+            ids = torch.where(drop & (ids >= FIRST_ROW), UNKNOWN_ROW, ids)
+        return [
+            self.embeddings[module_key(table)](column) for table, column in zip(tables, ids.unbind(-1), strict=True)
+        ]
 
 
 def length_mask(lengths: Tensor, size: int) -> Tensor:
@@ -88,7 +93,7 @@ def masked_mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 class Fields(nn.Module):
-    """The features of one side as one vector per row: embeddings of ids, then the dense columns.
+    """The features of one side as one vector per row: embeddings of ids, means of lists, then the dense columns.
 
     Args:
         schema: for the tables of the features.
@@ -99,23 +104,28 @@ class Fields(nn.Module):
 
     def __init__(self, features: tuple[Feature, ...], dense_name: str, tables: Tables) -> None:
         super().__init__()
-        self.features = tuple(f for f in features if f.table is not None)
+        self.categorical = tuple(f for f in features if f.kind == "categorical")
+        self.multi = tuple(f for f in features if f.kind == "multi")
         self.dense_name = dense_name
         self.dense_width = sum(f.dim for f in features if f.kind in ("dense", "embedding"))
-        self.width = self.dense_width + sum(tables.dim(f.table) for f in self.features if f.table)
+        embedded = sum(tables.dim(str(f.table)) for f in (*self.categorical, *self.multi))
+        self.width = self.dense_width + embedded
 
     def forward(self, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor | None:
         """The side's vector, float32 ``[M, width]``; None where the side has no features."""
-        parts = [self._embed(f, inputs, tables) for f in self.features]
+        parts = self._single(inputs, tables) + [self._pooled(f, inputs, tables) for f in self.multi]
         if self.dense_width:
             parts.append(inputs[self.dense_name])
         return torch.cat(parts, dim=1) if parts else None
 
-    def _embed(self, feature: Feature, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
-        assert feature.table is not None
-        vectors: Tensor = tables(feature.table, inputs[feature.name])
-        if feature.kind == "categorical":
-            return vectors
+    def _single(self, inputs: Mapping[str, Tensor], tables: Tables) -> list[Tensor]:
+        if not self.categorical:
+            return []
+        ids = torch.stack([inputs[f.name] for f in self.categorical], dim=1)
+        return tables.lookup([str(f.table) for f in self.categorical], ids)
+
+    def _pooled(self, feature: Feature, inputs: Mapping[str, Tensor], tables: Tables) -> Tensor:
+        vectors: Tensor = tables(str(feature.table), inputs[feature.name])
         mask = length_mask(inputs[f"{feature.name}.length"], feature.max_length).to(vectors.dtype)
         if feature.weights is not None:
             mask = mask * inputs[f"{feature.name}.weight"]

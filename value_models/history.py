@@ -77,7 +77,8 @@ class Events(nn.Module):
         sequence, size = self.sequence, self.sequence.max_length
         lengths = inputs[f"{sequence.name}.length"]
         mask = length_mask(lengths, size)
-        parts = [tables(a.table, inputs[sequence.key(a.name)]) for a in sequence.attributes]
+        ids = torch.stack([inputs[sequence.key(a.name)] for a in sequence.attributes], dim=-1)
+        parts = tables.lookup([a.table for a in sequence.attributes], ids)
         if self.has_age:
             gap = inputs[f"{sequence.name}.age"].unsqueeze(-1) - self.centres
             parts.append(torch.exp(-0.5 * gap * gap))

@@ -72,6 +72,7 @@ def save_student(folder: Path, student: Student) -> None:
     """Writes every part into an existing folder, ``manifest.json`` last; ``student.manifest`` is added to it."""
     weights = {name: value.detach().cpu().contiguous() for name, value in student.model.state_dict().items()}
     save_file(weights, folder / WEIGHTS)
+    (folder / WEIGHTS).chmod(0o644)  # safetensors writes files that only their owner can read
     (folder / CALIBRATION).write_text(json.dumps(student.calibration.to_dict(), indent=1))
     (folder / METRICS).write_text(json.dumps(student.metrics, indent=1))
     student.schema.save(folder / SCHEMA)

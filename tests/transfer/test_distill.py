@@ -22,7 +22,7 @@ from transfer.distill import DistillConfig, distill
 from transfer.label_store import LabelStoreError
 from transfer.losses import DistillLossConfig
 from transfer.sharing import SharingConfig, TableSharing, teacher_tables
-from transfer.student_module import StudentOptimizerConfig, mean_ne
+from transfer.student_module import StudentOptimizerConfig, joint_ne
 from value_models.model import ValueModelConfig
 from value_models.student import load_student
 
@@ -124,8 +124,8 @@ def test_the_best_validation_is_kept_and_training_stops_early(tmp_path: Path, da
     best = min(curve, key=lambda point: point["ne"])
     assert result.best_step == best["step"] and len(curve) == curve.index(best) + 3 < 60
     uncalibrated = student.metrics["uncalibrated"]["validation"]
-    found = {name: uncalibrated[name]["feed"]["ne"] for name in ("click", "conversion")}
-    assert mean_ne(found, {"click": 1.0, "conversion": 1.0}) == pytest.approx(best["ne"], abs=1e-6)
+    slices = {name: uncalibrated[name]["feed"] for name in ("click", "conversion")}
+    assert joint_ne(slices, {"click": 1.0, "conversion": 1.0}) == pytest.approx(best["ne"], abs=1e-6)
 
 
 def test_calibration_is_fitted_on_validation_rows(alone: Path) -> None:
@@ -243,6 +243,13 @@ def test_config_errors_name_the_key(values: dict[str, Any], key: str) -> None:
         replace(base, **values)
 
 
-def test_mean_ne_leaves_out_tasks_without_an_answer() -> None:
-    assert mean_ne({"a": 0.9, "b": float("nan"), "c": 0.6}, {"a": 1.0, "b": 1.0, "c": 2.0}) == pytest.approx(0.7)
-    assert np.isfinite(mean_ne({"a": 0.9}, {"a": 1.0}))
+def test_joint_ne_by_hand() -> None:
+    def slice_(ne: float, rows: int, positives: int) -> dict[str, float]:
+        return {"ne": ne, "rows": rows, "positives": positives}
+
+    slices = {"a": slice_(0.9, 100, 50), "b": slice_(float("nan"), 100, 0), "c": slice_(0.6, 50, 10)}
+    first, third = 100 * np.log(2), 2.0 * 50 * -(0.2 * np.log(0.2) + 0.8 * np.log(0.8))
+    expected = (0.9 * first + 0.6 * third) / (first + third)
+    assert joint_ne(slices, {"a": 1.0, "b": 1.0, "c": 2.0}) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="no task has both classes"):
+        joint_ne({"b": slices["b"]}, {"b": 1.0})
