@@ -32,6 +32,7 @@ class RunningServer:
     """
 
     def __init__(self, http: str, grpc: str) -> None:
+        self.http = http
         host, port = http.rsplit(":", 1)
         self._http = HTTPConnection(host, int(port), timeout=30)
         # A proxy of the environment has no business between two processes of one machine.
