@@ -64,6 +64,11 @@ class CrossConfig:
             raise ValueError(f"cross.dropout: must be in [0, 1), got {self.dropout}")
 
     @property
+    def reads_target(self) -> bool:
+        """Whether summaries of sequences depend on the candidate."""
+        return self.target_aware and self.pooled_tokens > 0
+
+    @property
     def sequence_tokens(self) -> int:
         """Summary tokens of one sequence."""
         return self.cls_tokens + self.pooled_tokens + self.recent_tokens

@@ -102,7 +102,9 @@ class GEM(nn.Module):
         if not count:
             raise ValueError(f"{schema.source}: features: the model needs at least one feature")
 
-        self.target = nn.Linear(members * self.tokens.item_count * width, event_width) if names else None
+        self.target: nn.Linear | None = None
+        if names and cross.reads_target and self.tokens.item_count:
+            self.target = nn.Linear(members * self.tokens.item_count * width, event_width)
         self.cls: FeatureSummary | None = None
         if names and cross.cls_tokens:
             self.cls = FeatureSummary(cross.feature_hidden, cross.cls_tokens, count, members, width, event_width)
@@ -156,9 +158,9 @@ class GEM(nn.Module):
         return (p for name, p in self.named_parameters() if not name.startswith("embeddings."))
 
     def _target(self, x: Tensor) -> Tensor:
-        """A vector of the candidate, ``[N, E]``, from the item's tokens of all members."""
+        """A vector of the candidate, ``[N, E]``, from the item's tokens of all members; 0 where it is not needed."""
         if self.target is None:
-            return x.new_zeros((x.shape[1], 0))
+            return x.new_zeros((x.shape[1], self.config.layer.sequence.width or x.shape[3]))
         item = x[:, :, x.shape[2] - self.tokens.item_count :]
         return self.target(item.transpose(0, 1).flatten(1))
 
