@@ -1,6 +1,7 @@
 """GDPA as a PyTorch operator, ``opengem::gdpa``, with autograd and device dispatch.
 
-Legend: Tq query rows, Tk key rows, B sequences, M keys per sequence where they are dense, H heads, d head width.
+Legend: Tq query rows, Tk key rows, B sequences, R requests, M keys per sequence where they are dense, Q learned
+queries, H heads, G key heads, d head width.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import torch
 from torch import Tensor
 
 from kernels.gdpa import reference
+from kernels.jagged.requests import request_offsets
 
 
 def _backend(q: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
+    if q.is_cuda:
+        from kernels.gdpa import triton  # not installed with PyTorch for CPU
+
+        if triton.supports(q, q):
+            return triton
     return reference
 
 
@@ -23,13 +30,15 @@ def gdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None = None,
     *,
+    request_index: Tensor | None = None,
     activation: str = "gelu",
     scale: float = 1.0,
     logit_scale: float = 1.0,
     window: int | None = None,
+    max_keys: int | None = None,
 ) -> Tensor:
     """Generalised dot-product attention over packed sequences.
 
@@ -38,33 +47,48 @@ def gdpa(
     arXiv 2411.09852; the attention form is Kunlun's, arXiv 2602.10016). A query whose sequence has no keys gives 0.
 
     Args:
-        q: queries ``[Tq, H, d]``.
-        k, v: keys and values, packed ``[Tk, H, d]`` with ``kv_offsets``, or dense ``[B, M, H, d]`` without. Cast to the
-            dtype of q.
-        q_offsets: int64 ``[B + 1]``.
+        q: packed queries ``[Tq, H, d]`` with ``q_offsets``; or learned queries ``[Q, H, d]`` without, which every
+            sequence asks.
+        k, v: keys and values, packed ``[Tk, G, d]`` with ``kv_offsets``, or dense ``[B, M, G, d]`` without. Cast to the
+            dtype of q. H is a multiple of G; query head h looks at key head ``h // (H / G)``.
+        q_offsets: int64 ``[B + 1]`` or ``None``.
         kv_offsets: int64 ``[B + 1]``, or ``None`` for dense keys.
+        request_index: int64 ``[B]``, rising: the sequence of K and V, of which there are R, that each sequence of
+            queries looks at. Several impressions of a request so share one copy.
         activation: one of ``kernels.gdpa.ACTIVATIONS``.
         scale: factor after the activation.
         logit_scale: factor inside the activation.
         window: only keys with ``|i - j| <= window`` count; ``None``: all.
+        max_keys: no sequence of packed keys is longer than this, which the caller promises; lets the GPU kernels for
+            short K and V in.
 
     Returns:
-        ``[Tq, H, d]`` in the dtype of q.
+        ``[Tq, H, d]``, or ``[B, Q, H, d]`` without ``q_offsets``, in the dtype of q.
 
     Raises:
-        ValueError: an unknown activation, or shapes that do not go together.
+        ValueError: an unknown activation, or arguments that do not go together.
     """
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
     if window is not None and window < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    if q.dim() != 3 or k.shape != v.shape or k.shape[-2:] != q.shape[-2:]:
+    if q.dim() != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1] or q.shape[1] % k.shape[-2]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if k.dim() != (4 if kv_offsets is None else 3):
-        raise ValueError("keys must be [Tk, H, d] with kv_offsets or [B, M, H, d] without")
+        raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
+    if request_index is not None:
+        if q_offsets is None or window is not None:
+            raise ValueError("request_index needs q_offsets and goes with no window")
+        q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
     k, v = k.to(q.dtype), v.to(q.dtype)
     limit = -1 if window is None else window
-    return _gdpa(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit)
+    bound = -1 if max_keys is None or kv_offsets is None else max_keys
+    out = _gdpa(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
+    return out if q_offsets is not None else out.view(_sequences(k, kv_offsets), *q.shape)
+
+
+def _sequences(k: Tensor, kv_offsets: Tensor | None) -> int:
+    return k.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
 
 
 @torch.library.custom_op("opengem::gdpa", mutates_args=())
@@ -72,14 +96,16 @@ def _gdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int,
 ) -> Tensor:
-    return _backend(q).forward(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window)
+    with torch.autocast(q.device.type, enabled=False):
+        return _backend(q).forward(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys)
 
 
 @_gdpa.register_fake
@@ -87,14 +113,15 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int,
 ) -> Tensor:
-    return q.new_empty(q.shape)
+    return q.new_empty((q.shape[0] * (1 if q_offsets is not None else _sequences(k, kv_offsets)), *q.shape[1:]))
 
 
 @torch.library.custom_op("opengem::gdpa_backward", mutates_args=())
@@ -103,14 +130,18 @@ def _gdpa_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backend(q).backward(grad, q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window)
+    with torch.autocast(q.device.type, enabled=False):
+        return _backend(q).backward(
+            grad, q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys
+        )
 
 
 @_gdpa_backward.register_fake
@@ -119,12 +150,13 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
+    q_offsets: Tensor | None,
     kv_offsets: Tensor | None,
     activation: str,
     scale: float,
     logit_scale: float,
     window: int,
+    max_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -136,7 +168,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gradients = _gdpa_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None, None, None)
+    return (*gradients, None, None, None, None, None, None, None)
 
 
 _gdpa.register_autograd(_autograd, setup_context=_setup_context)

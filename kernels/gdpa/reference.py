@@ -27,9 +27,9 @@ from kernels.jagged.padding import (
     Group,
     PackedSide,
     compute_dtype,
+    join_heads,
     padded_groups,
     spread_heads,
-    sum_heads,
 )
 
 _aten = torch.ops.aten
@@ -119,11 +119,15 @@ def backward(
             p = p.masked_fill(outside, 0)
             ds = ds.masked_fill(outside, 0)
         queries.put_product(dq, g, ds, k_padded)
+        ds, p, q_padded, do = (join_heads(x, k.shape[-2], s.shape[0]) for x in (ds, p, q_padded, do))
         keys.put_product(dk, g, ds.transpose(2, 3), q_padded)
         keys.put_product(dv, g, p.transpose(2, 3), do)
     dk.mul_(logit_scale)
     dv.mul_(scale)
-    return queries.result(dq, q.dtype), keys.result(dk, k.dtype), keys.result(dv, v.dtype)
+    dq_rows = queries.result(dq, dtype)
+    if q_offsets is None:
+        dq_rows = dq_rows.view(-1, *q.shape).sum(0)
+    return dq_rows.to(q.dtype), keys.result(dk, k.dtype), keys.result(dv, v.dtype)
 
 
 def _sides(

@@ -56,13 +56,16 @@ def padded_groups(q_lengths: Tensor, kv_lengths: Tensor, heads: int) -> list[Gro
 
 
 def spread_heads(x: Tensor, heads: int) -> Tensor:
-    """Rows of G key heads ``[b, G, L, d]`` to a copy for each of ``heads`` query heads; query head h has ``h G // H``."""
+    """Rows of G key heads ``[b, G, L, d]`` to a copy for each of H = ``heads`` query heads; head h has ``h G // H``."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def sum_heads(x: Tensor, heads: int) -> Tensor:
-    """The backward of ``spread_heads``: sums what shares one of ``heads`` key heads."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+def join_heads(x: Tensor, heads: int, batch: int) -> Tensor:
+    """Rows of H query heads ``[b or 1, H, L, w]`` as the rows of ``heads`` key heads ``[b, heads, L H / heads, w]``.
+
+    A product over these rows so sums over the query heads that share a key head.
+    """
+    return x.expand(batch, -1, -1, -1).reshape(batch, heads, -1, x.shape[3])
 
 
 def _bucket(lengths: Tensor) -> Tensor:
@@ -81,6 +84,7 @@ class PackedSide:
 
     def __init__(self, offsets: Tensor, total: int, rows: list[Tensor], lengths: list[int], heads: int) -> None:
         self.offsets, self.total, self.rows, self.lengths, self.heads = offsets, total, rows, lengths, heads
+        self._indexes: dict[int, tuple[Tensor, Tensor]] = {}
         self._first: list[int] = []
         slots = 0
         for part, length in zip(rows, lengths, strict=True):
@@ -91,8 +95,11 @@ class PackedSide:
     def take(self, values: Tensor, group: int, dtype: torch.dtype) -> Tensor:
         """Rows of ``values [T, H, d]`` as ``[b, H, L, d]`` in ``dtype``, a copy."""
         index, _ = self._index(group)
-        heads = torch.arange(self.heads, device=index.device)[:, None]
-        index = index[:, None, :] * self.heads + heads
+        if self.heads > 1:
+            heads = torch.arange(self.heads, device=index.device)[:, None]
+            index = index[:, None, :] * self.heads + heads
+        else:
+            index = index[:, None, :]
         taken = values.reshape(-1, values.shape[2]).index_select(0, index.flatten())
         return taken.view(*index.shape, values.shape[2]).to(dtype)
 
@@ -101,6 +108,11 @@ class PackedSide:
         return self._index(group)[1]
 
     def _index(self, group: int) -> tuple[Tensor, Tensor]:
+        if group not in self._indexes:
+            self._indexes = {group: self._make_index(group)}  # groups are worked on one after another
+        return self._indexes[group]
+
+    def _make_index(self, group: int) -> tuple[Tensor, Tensor]:
         rows = self.rows[group]
         position = torch.arange(self.lengths[group], device=rows.device)
         last = self.offsets.index_select(0, rows + 1)[:, None] - 1

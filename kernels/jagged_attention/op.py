@@ -1,6 +1,7 @@
 """Softmax attention over packed sequences as a PyTorch operator, ``opengem::jagged_attention``.
 
-Legend: Tq query rows, Tk key rows, B sequences, Q learned queries, H heads, d key width, e value width.
+Legend: Tq query rows, Tk key rows, B sequences, R requests, Q learned queries, H heads, G key heads, d key width,
+e value width.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import torch
 from torch import Tensor
 
 from kernels.jagged.padding import compute_dtype
+from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
 
 
-def _backend(q: Tensor) -> ModuleType:
+def _backend(q: Tensor, v: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
+    if q.is_cuda:
+        from kernels.jagged_attention import triton  # not installed with PyTorch for CPU
+
+        if triton.supports(q, v):
+            return triton
     return reference
 
 
@@ -27,6 +34,7 @@ def jagged_attention(
     q_offsets: Tensor | None,
     kv_offsets: Tensor,
     *,
+    request_index: Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
     window: int | None = None,
@@ -39,8 +47,11 @@ def jagged_attention(
     Args:
         q: packed queries ``[Tq, H, d]`` with ``q_offsets``; or learned queries ``[Q, H, d]`` without, which every
             sequence asks (pooling by multi-head attention, PMA).
-        k: keys ``[Tk, H, d]``. v: values ``[Tk, H, e]``. Cast to the dtype of q.
+        k: keys ``[Tk, G, d]``. v: values ``[Tk, G, e]``. Cast to the dtype of q. H is a multiple of G; query head h
+            looks at key head ``h // (H / G)``.
         q_offsets: int64 ``[B + 1]`` or ``None``. kv_offsets: int64 ``[B + 1]``.
+        request_index: int64 ``[B]``, rising: the sequence of keys, of which there are R, that each sequence of
+            queries looks at. Several impressions of a request so share one copy.
         scale: default ``1 / sqrt(d)``.
         causal: a query sees the keys up to its own place.
         window: a query sees the keys at most this many places away; ``None``: all.
@@ -49,18 +60,24 @@ def jagged_attention(
         ``[Tq, H, e]``, or ``[B, Q, H, e]`` without ``q_offsets``, in the dtype of q.
 
     Raises:
-        ValueError: shapes that do not go together, or a negative window.
+        ValueError: arguments that do not go together, or a negative window.
     """
     if window is not None and window < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    if not (q.dim() == k.dim() == v.dim() == 3) or q.shape[1:] != k.shape[1:] or k.shape[:2] != v.shape[:2]:
+    if not (q.dim() == k.dim() == v.dim() == 3) or q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+    if q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads: they do not go together")
+    if request_index is not None:
+        if q_offsets is None or causal or window is not None:
+            raise ValueError("request_index needs q_offsets and goes with neither causal nor window")
+        q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
     k, v = k.to(q.dtype), v.to(q.dtype)
     factor = q.shape[2] ** -0.5 if scale is None else scale
     limit = -1 if window is None else window
     out, _ = _jagged_attention(q, k, v, q_offsets, kv_offsets, factor, causal, limit)
     if q_offsets is None:
-        return out.view(kv_offsets.shape[0] - 1, q.shape[0], v.shape[1], v.shape[2])
+        return out.view(kv_offsets.shape[0] - 1, q.shape[0], q.shape[1], v.shape[2])
     return out
 
 
@@ -75,7 +92,8 @@ def _jagged_attention(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    return _backend(q).forward(q, k, v, q_offsets, kv_offsets, scale, causal, window)
+    with torch.autocast(q.device.type, enabled=False):
+        return _backend(q, v).forward(q, k, v, q_offsets, kv_offsets, scale, causal, window)
 
 
 @_jagged_attention.register_fake
@@ -91,7 +109,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] if q_offsets is not None else q.shape[0] * (kv_offsets.shape[0] - 1)
     lse_dtype = compute_dtype(q.dtype)
-    return q.new_empty((rows, v.shape[1], v.shape[2])), q.new_empty((rows, q.shape[1]), dtype=lse_dtype)
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((rows, q.shape[1]), dtype=lse_dtype)
 
 
 @torch.library.custom_op("opengem::jagged_attention_backward", mutates_args=())
@@ -108,7 +126,8 @@ def _jagged_attention_backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backend(q).backward(grad, q, k, v, out, lse, q_offsets, kv_offsets, scale, causal, window)
+    with torch.autocast(q.device.type, enabled=False):
+        return _backend(q, v).backward(grad, q, k, v, out, lse, q_offsets, kv_offsets, scale, causal, window)
 
 
 @_jagged_attention_backward.register_fake

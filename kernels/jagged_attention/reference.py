@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jagged.padding import Group, PackedSide, compute_dtype, padded_groups, spread_heads, sum_heads
+from kernels.jagged.padding import Group, PackedSide, compute_dtype, join_heads, padded_groups, spread_heads
 
 _HIDDEN = -1e30
 """Logit of a key that does not count: finite, so that a query without keys stays free of NaN."""
@@ -47,7 +47,8 @@ def forward(
     out, lse = queries.buffer(v.shape[2], dtype), queries.buffer(1, dtype)
     for g, group in enumerate(groups):
         bias, sees = _bias(group, queries.real(g), keys.real(g), causal, window, dtype)
-        s = _queries(q, q_offsets, queries, g, scale, dtype) @ keys.take(k, g, dtype).transpose(2, 3)
+        k_padded = spread_heads(keys.take(k, g, dtype), heads)
+        s = _queries(q, q_offsets, queries, g, scale, dtype) @ k_padded.transpose(2, 3)
         p, top, total = _exponentials(s, bias)
         o = (p @ spread_heads(keys.take(v, g, dtype), heads)).div_(total)
         queries.put(out, g, o if sees is None else o * sees)
@@ -77,7 +78,7 @@ def backward(
         real = queries.real(g)
         bias, sees = _bias(group, real, keys.real(g), causal, window, dtype)
         q_padded = _queries(q, q_offsets, queries, g, scale, dtype)
-        k_padded = keys.take(k, g, dtype)
+        k_padded = spread_heads(keys.take(k, g, dtype), heads)
         v_padded = spread_heads(keys.take(v, g, dtype), heads)
         do = queries.take(grad, g, dtype) * real[:, None, :, None]
         if sees is not None:
@@ -87,7 +88,8 @@ def backward(
         p = (q_padded @ k_padded.transpose(2, 3)).add_(bias).sub_(shift).exp_()
         ds = (do @ v_padded.transpose(2, 3)).sub_(delta).mul_(p)
         queries.put_product(dq, g, ds, k_padded)
-        keys.put_product(dk, g, ds.transpose(2, 3), q_padded.expand(ds.shape[0], -1, -1, -1))
+        ds, p, q_padded, do = (join_heads(x, k.shape[1], p.shape[0]) for x in (ds, p, q_padded, do))
+        keys.put_product(dk, g, ds.transpose(2, 3), q_padded)
         keys.put_product(dv, g, p.transpose(2, 3), do)
     dq.mul_(scale)
     dq_rows = queries.result(dq, dtype)

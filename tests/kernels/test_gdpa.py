@@ -131,14 +131,61 @@ def test_gradients_of_dense_keys() -> None:
     assert torch.autograd.gradcheck(call, (q.requires_grad_(), k, v))
 
 
+def test_learned_queries_equal_their_copies() -> None:
+    learned = torch.randn(3, 2, 4, dtype=torch.float64)
+    k, kv_offsets = make([5, 0, 40, 1], 2, 4, seed=2)
+    v, _ = make([5, 0, 40, 1], 2, 4, seed=3)
+    out = gdpa(learned, k, v, None, kv_offsets, activation="silu", window=2)
+    assert out.shape == (4, 3, 2, 4)
+    want = gdpa(learned.repeat(4, 1, 1), k, v, torch.arange(5) * 3, kv_offsets, activation="silu", window=2)
+    torch.testing.assert_close(out.flatten(0, 1), want)
+
+
+def test_impressions_of_a_request_share_its_keys() -> None:
+    q, q_offsets = make([3, 0, 2, 4, 1], 2, 4, seed=1)
+    request_index = torch.tensor([0, 0, 2, 2, 2])
+    k, kv_offsets = make([5, 3, 2], 2, 4, seed=2)
+    v, _ = make([5, 3, 2], 2, 4, seed=3)
+    keys, values = (torch.cat([split(x, kv_offsets)[r] for r in request_index]) for x in (k, v))
+    own = offsets_from_lengths(kv_offsets.diff()[request_index])
+    out = gdpa(q, k, v, q_offsets, kv_offsets, request_index=request_index)
+    torch.testing.assert_close(out, gdpa(q, keys, values, q_offsets, own))
+
+
+def test_query_heads_share_key_heads() -> None:
+    q, q_offsets = make([3, 1, 40], 6, 4, seed=1)
+    k, kv_offsets = make([5, 0, 2], 2, 4, seed=2)
+    v, _ = make([5, 0, 2], 2, 4, seed=3)
+    out = gdpa(q, k, v, q_offsets, kv_offsets)
+    copies = (x.repeat_interleave(3, dim=1) for x in (k, v))
+    torch.testing.assert_close(out, gdpa(q, *copies, q_offsets, kv_offsets))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_gradients_of_grouped_heads_and_learned_queries(learned: bool, dense: bool) -> None:
+    q, q_offsets = make([2, 0, 3], 4, 2, seed=1)
+    k, kv_offsets = make([2, 2, 2], 2, 2, seed=2)
+    v, _ = make([2, 2, 2], 2, 2, seed=3)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if dense:
+            return gdpa(q, k.view(3, 2, 2, 2), v.view(3, 2, 2, 2), None if learned else q_offsets)
+        return gdpa(q, k, v, None if learned else q_offsets, kv_offsets)
+
+    assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in (q, k, v)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     q, q_offsets = make([3, 0, 1], 2, 3, seed=1)
     k, kv_offsets = make([2, 5, 0], 2, 3, seed=2)
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, k * 2))
-    torch.library.opcheck(_gdpa, (q, k, v, q_offsets, kv_offsets, "gelu", 0.5, 0.7, 1))
+    torch.library.opcheck(_gdpa, (q, k, v, q_offsets, kv_offsets, "gelu", 0.5, 0.7, 1, -1))
     k, v = (torch.randn(3, 4, 2, 3, dtype=dtype, requires_grad=True) for _ in range(2))
-    torch.library.opcheck(_gdpa, (q, k, v, q_offsets, None, "relu2", 1.0, 1.0, -1))
+    torch.library.opcheck(_gdpa, (q, k, v, q_offsets, None, "relu2", 1.0, 1.0, -1, -1))
+    learned = torch.randn(5, 2, 3, dtype=dtype, requires_grad=True)
+    torch.library.opcheck(_gdpa, (learned, k, v, None, None, "silu", 1.0, 1.0, -1, -1))
 
 
 def test_low_precision_is_computed_in_float32() -> None:
@@ -149,6 +196,18 @@ def test_low_precision_is_computed_in_float32() -> None:
     assert out.dtype == torch.bfloat16
     exact = gdpa(q.float(), k.float(), k.float(), offsets, offsets)
     assert torch.equal(out, exact.bfloat16())
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    q, offsets = make([5, 40], 2, 8, seed=1)
+    k, _ = make([5, 40], 2, 8, seed=2)
+    q, k = q.float().requires_grad_(), k.float().requires_grad_()
+    exact = torch.autograd.grad(gdpa(q, k, k, offsets, offsets).sum(), (q, k))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gdpa(q, k, k, offsets, offsets)
+        assert out.dtype == torch.float32
+        for got, want in zip(torch.autograd.grad(out.sum(), (q, k)), exact, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_empty_batches() -> None:
@@ -180,6 +239,10 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="window"):
         gdpa(q, q, q, offsets, offsets, window=-2)
     with pytest.raises(ValueError, match="do not go together"):
-        gdpa(q, q[:, :1], q[:, :1], offsets, offsets)
+        gdpa(q, q[:, :, :2], q[:, :, :2], offsets, offsets)
+    with pytest.raises(ValueError, match="do not go together"):
+        gdpa(q[:, :1], q, q, offsets, offsets)
+    with pytest.raises(ValueError, match="request_index"):
+        gdpa(q, q, q, offsets, offsets, request_index=torch.zeros(1, dtype=torch.int64), window=1)
     with pytest.raises(ValueError, match="keys must be"):
         gdpa(q, q, q, offsets)

@@ -99,6 +99,32 @@ def test_gradients(causal: bool, window: int | None, learned: bool) -> None:
     assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in (q, k, v)))
 
 
+def test_impressions_of_a_request_share_its_keys() -> None:
+    q, q_offsets = make([3, 0, 2, 4, 1], 2, 4, seed=1)
+    request_index = torch.tensor([0, 0, 2, 2, 2])
+    k, kv_offsets = make([5, 3, 2], 2, 4, seed=2)
+    v, _ = make([5, 3, 2], 2, 4, seed=3)
+    keys, values = (torch.cat([split(x, kv_offsets)[r] for r in request_index]) for x in (k, v))
+    own = offsets_from_lengths(kv_offsets.diff()[request_index])
+    out = jagged_attention(q, k, v, q_offsets, kv_offsets, request_index=request_index)
+    torch.testing.assert_close(out, jagged_attention(q, keys, values, q_offsets, own))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_query_heads_share_key_heads(learned: bool) -> None:
+    q, q_offsets = make([3, 1, 4], 4, 2, seed=1)
+    k, kv_offsets = make([2, 0, 3], 2, 2, seed=2)
+    v, _ = make([2, 0, 3], 2, 3, seed=3)
+    offsets = None if learned else q_offsets
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return jagged_attention(q, k, v, offsets, kv_offsets)
+
+    copies = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    torch.testing.assert_close(call(q, k, v), call(q, *copies))
+    assert torch.autograd.gradcheck(call, tuple(x.requires_grad_() for x in (q, k, v)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("causal", [False, True])
 def test_operator_passes_opcheck(dtype: torch.dtype, causal: bool) -> None:
@@ -115,6 +141,18 @@ def test_low_precision_is_computed_in_float32() -> None:
     q, k = q.bfloat16(), k.bfloat16()
     out = jagged_attention(q, k, k, offsets, offsets)
     assert torch.equal(out, jagged_attention(q.float(), k.float(), k.float(), offsets, offsets).bfloat16())
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    q, offsets = make([5, 40], 2, 8, seed=1)
+    k, _ = make([5, 40], 2, 8, seed=2)
+    q, k = q.float().requires_grad_(), k.float().requires_grad_()
+    exact = torch.autograd.grad(jagged_attention(q, k, k, offsets, offsets).sum(), (q, k))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = jagged_attention(q, k, k, offsets, offsets)
+        assert out.dtype == torch.float32
+        for got, want in zip(torch.autograd.grad(out.sum(), (q, k)), exact, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_empty_batches() -> None:
@@ -148,3 +186,7 @@ def test_wrong_arguments_are_refused() -> None:
         jagged_attention(q, q, q, offsets, offsets, window=-1)
     with pytest.raises(ValueError, match="do not go together"):
         jagged_attention(q, q[:, :1], q, offsets, offsets)
+    with pytest.raises(ValueError, match="do not go together"):
+        jagged_attention(q[:, :1], q, q, offsets, offsets)
+    with pytest.raises(ValueError, match="request_index"):
+        jagged_attention(q, q, q, offsets, offsets, request_index=torch.zeros(1, dtype=torch.int64), causal=True)

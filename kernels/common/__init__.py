@@ -1,0 +1,1 @@
+"""What the attention kernels share: activations, the kernels themselves, and their tuned configurations."""

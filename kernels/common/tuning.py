@@ -1,0 +1,100 @@
+"""Which block sizes, warps and stages a kernel runs with.
+
+``tuned.json`` ships with the package: what ``python -m kernels.benchmarks.tune`` found fastest among configurations
+whose results it had checked first. A shape that is not in it runs with the defaults here, so nothing is ever tuned
+inside a user's process.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHORT_FORWARD = 256
+"""Most keys per sequence of the forward kernel that keeps all of them."""
+
+SHORT_BACKWARD = 128
+"""Most keys per sequence of the backward kernel that keeps all of them and their gradients."""
+
+_TUNED = Path(__file__).with_name("tuned.json")
+
+
+def choose(kernel: str, device: str, dtype: torch.dtype, width: int, q_length: int, kv_length: int) -> dict[str, Any]:
+    """The configuration of one launch.
+
+    Args:
+        kernel: ``forward_short``, ``forward_general``, ``forward_softmax``, ``backward_short``, ``backward_general``
+            or ``backward_softmax``.
+        device: ``device_name`` of the tensors' device.
+        width: head width. q_length, kv_length: mean or largest number of rows of a sequence.
+    """
+    return _choose(kernel, device, str(dtype).removeprefix("torch."), width, bucket(q_length), bucket(kv_length))
+
+
+def bucket(length: int) -> int:
+    """The power of two, from 64 to 16,384, that holds ``length``."""
+    return min(max(64, 1 << max(length - 1, 0).bit_length()), 16384)
+
+
+def key(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> str:
+    """The name of a row of ``tuned.json``."""
+    return f"{kernel}/{device}/{dtype}/d{width}/q{q_bucket}/kv{kv_bucket}"
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """``NVIDIA H200`` and the like."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def tuned() -> dict[str, dict[str, Any]]:
+    """The shipped table."""
+    if not _TUNED.exists():
+        return {}
+    return json.loads(_TUNED.read_text())["configurations"]
+
+
+@cache
+def _choose(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> dict[str, Any]:
+    found = tuned().get(key(kernel, device, dtype, width, q_bucket, kv_bucket))
+    if found is None:
+        found = _nearest(kernel, device, dtype, width, q_bucket, kv_bucket)
+    return found or default(kernel, dtype, width, kv_bucket)
+
+
+def _nearest(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> dict[str, Any] | None:
+    """The tuned row of the nearest length; short kernels are tied to their number of keys."""
+    best, best_distance = None, 99
+    for q in (64 << i for i in range(9)):
+        for kv in (kv_bucket,) if kernel.endswith("short") else (64 << i for i in range(9)):
+            row = tuned().get(key(kernel, device, dtype, width, q, kv))
+            distance = abs(q.bit_length() - q_bucket.bit_length()) + 2 * abs(kv.bit_length() - kv_bucket.bit_length())
+            if row is not None and distance < best_distance:
+                best, best_distance = row, distance
+    return best
+
+
+def default(kernel: str, dtype: str, width: int, kv_bucket: int) -> dict[str, Any]:
+    """Safe choices: they fit every width up to 256 on every supported device."""
+    exact, wide = dtype == "float32", width > 128
+    rows = 32 if exact else 64
+    plain = {
+        "BLOCK_Q": rows,
+        "BLOCK_KV": rows,
+        "TMA": False,
+        "STAGES": 1 if exact or wide else 2,
+        "num_warps": 8 if wide else 4,
+    }
+    if kernel == "forward_short":
+        halves = 2 if kv_bucket > (64 if exact else 128) else 1
+        return {**plain, "BLOCK_KV": max(kv_bucket // halves, 64), "HALVES": halves, "CHUNK": 1024, "STAGES": 1}
+    if kernel == "backward_short":
+        return {**plain, "BLOCK_KV": kv_bucket, "num_warps": 8 if kv_bucket > 64 else 4}
+    if kernel.startswith("forward"):
+        return plain
+    return {**plain, "query": plain}
