@@ -45,7 +45,7 @@ def canonical_ids(values: np.ndarray, name: str) -> np.ndarray:
             whole = values.astype(np.int64)
         bad = whole != values
         if bad.any():
-            raise ValueError(f"{name}: ids must be whole numbers or strings, got {values[bad][0]!r}")
+            raise ValueError(f"{name}: ids must be whole numbers or strings, got {values[bad][0]:g}")
         return whole
     raise ValueError(f"{name}: ids must be integers or strings, got {values.dtype}")
 
