@@ -114,15 +114,19 @@ class Call:
 
     def config(self, kernel: str) -> Config:
         """The tuned configuration of a kernel for these tensors."""
+        return tuning.choose(kernel, *self._place())
+
+    def key(self, kernel: str) -> str:
+        """The row of ``tuned.json`` that these tensors ask for."""
+        device, dtype, width, queries, keys = self._place()
+        name = str(dtype).removeprefix("torch.")
+        return tuning.key(kernel, device, name, width, tuning.bucket(queries), tuning.bucket(keys))
+
+    def _place(self) -> tuple[str, torch.dtype, int, int, int]:
         batch = max(self.batch, 1)
-        return tuning.choose(
-            kernel,
-            tuning.device_name(self.q.device),
-            self.q.dtype,
-            max(self.q.shape[2], self.v.shape[2]),
-            self.out_rows // batch,
-            self.max_kv if self.max_kv >= 0 else self.k.shape[0] // batch,
-        )
+        keys = self.max_kv if self.max_kv >= 0 else self.k.shape[0] // batch
+        width = max(self.q.shape[2], self.v.shape[2])
+        return tuning.device_name(self.q.device), self.q.dtype, width, self.out_rows // batch, keys
 
 
 def block_width(width: int, exact: bool) -> int:
@@ -143,7 +147,7 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     if out.numel() == 0:
         return out, lse
     if config is None:
-        config = call.config(_forward_kernel(call))
+        config = call.config(forward_kernel(call))
     options, short, meta = _options(config, (q, k, v, out))
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
     where = (call.q_offsets, call.kv_offsets, call.batch, heads, *call.lengths(), *call.scalars())
@@ -166,7 +170,7 @@ def backward(
     if call.batch == 0 or heads == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
     if config is None:
-        config = call.config(_backward_kernel(call))
+        config = call.config(backward_kernel(call))
     whole, shared = "query" not in config, call.q_offsets is None
     dq = q.new_empty((call.out_rows, heads, q.shape[2]), dtype=torch.float32 if shared else q.dtype)
     delta = _delta(grad, out) if out is not None else None
@@ -193,12 +197,14 @@ def backward(
     return dq.to(q.dtype), dk, dv
 
 
-def _forward_kernel(call: Call) -> str:
+def forward_kernel(call: Call) -> str:
+    """The row of configurations that a forward pass looks in."""
     short = call.act != "softmax" and 0 <= call.max_kv <= tuning.SHORT_FORWARD and call.q.shape[2] <= 128
     return "forward_short" if short else "forward_softmax" if call.act == "softmax" else "forward_general"
 
 
-def _backward_kernel(call: Call) -> str:
+def backward_kernel(call: Call) -> str:
+    """The row of configurations that a backward pass looks in."""
     if 0 <= call.max_kv <= tuning.SHORT_BACKWARD and call.q.shape[2] <= 128 and call.v.shape[2] <= 128:
         return "backward_short"
     return "backward_softmax" if call.act == "softmax" else "backward_general"

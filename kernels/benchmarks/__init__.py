@@ -1,0 +1,1 @@
+"""Speed of the kernels on a GPU, beside what PyTorch offers: ``python -m kernels.benchmarks.gdpa`` and others."""

@@ -1,0 +1,217 @@
+"""Finds the fastest correct configuration of each attention kernel on this GPU: ``kernels/common/tuned.json``.
+
+    python -m kernels.benchmarks.tune [--output FILE] [--seconds 300]
+
+A candidate is run on random inputs and compared with the float64 reference first; only one whose output and gradients
+are within bf16 rounding may win. Candidates are compiled in parallel processes beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.benchmarks.cases import Case, Inputs, make, milliseconds
+from kernels.common import launch, tuning
+from kernels.common.launch import Call, Config
+from kernels.gdpa import reference as gdpa_reference
+from kernels.jagged_attention import reference as softmax_reference
+
+TOLERANCE = 6e-3
+"""Norm of the error over that of the reference. bf16 rounds to 2^-9; inputs of the products, and the result, do so."""
+
+CASES = [
+    Case(name="short 64", batch=1024, width=128, queries=512, keys=64),
+    Case(name="short 64, d 64", batch=1024, width=64, queries=512, keys=64),
+    Case(name="short 128", batch=1024, width=128, queries=512, keys=128),
+    Case(name="short 256", batch=1024, width=128, queries=512, keys=256),
+    Case(name="self 2048", batch=128, width=128, queries=2048),
+    Case(name="softmax 2048", batch=128, width=128, queries=2048, act="softmax"),
+    Case(name="softmax 512, d 64", batch=1024, width=64, queries=512, act="softmax"),
+    Case(name="self 512", batch=512, width=128, queries=512),
+]
+
+
+def config(q: int, kv: int, tma: bool, stages: int, warps: int, **extra: Any) -> Config:
+    """A configuration by its numbers."""
+    return {"BLOCK_Q": q, "BLOCK_KV": kv, "TMA": tma, "STAGES": stages, "num_warps": warps, **extra}
+
+
+def candidates(case: Case) -> dict[str, list[Config]]:
+    """What may win, by kernel. Product sides under 64 are left out: they have gone wrong on Hopper."""
+    general = [
+        config(128, 64, True, 2, 8, maxnreg=128),
+        config(128, 64, True, 3, 8),
+        config(128, 64, False, 2, 8, maxnreg=128),
+        config(64, 64, True, 3, 4),
+    ]
+    block = max(64, case.keys)
+    if 0 < case.keys <= tuning.SHORT_FORWARD:
+        halves = 2 if block > 128 else 1
+        short = {"HALVES": halves, "CHUNK": 1024}
+        forward = [
+            config(64, block // halves, False, 1, 4, **short),
+            config(64, block // halves, True, 2 if block > 64 else 3, 4, **short),
+            config(128, block // halves, False, 1, 8, **short),
+            config(128, block // halves, False, 1, 8, maxnreg=128, **short),
+        ]
+        if block == 256:
+            forward += [config(64, 256, False, 3, 4, HALVES=1, CHUNK=1024), *general[:2]]
+    else:
+        forward = general
+    if 0 < case.keys <= tuning.SHORT_BACKWARD:
+        warps = 4 if block == 64 else 8
+        return {"forward": forward, "backward": [config(64, block, False, n, warps) for n in (1, 2, 3)]}
+    kv = [
+        config(64, 128, True, 3, 8),
+        config(64, 128, True, 2, 8),
+        config(64, 128, False, 2, 8),
+        config(64, 64, False, 2, 4),
+        config(64, 64, True, 2, 4),
+    ]
+    query = [
+        config(128, 64, True, 3, 8),
+        config(128, 64, True, 2, 8),
+        config(128, 64, True, 2, 8, maxnreg=128),
+        config(64, 64, True, 2, 4),
+    ]
+    first = [{**x, "query": query[0]} for x in kv]
+    return {"forward": forward, "backward": first + [{"query": x} for x in query]}
+
+
+def to_call(case: Case, inputs: Inputs) -> Call:
+    """The launch of a case."""
+    logit = case.width**-0.5 if case.act == "softmax" else 1.0
+    bound = case.keys if case.keys else -1
+    x = inputs
+    return Call(x.q, x.k, x.v, x.q_offsets, x.kv_offsets, case.act, logit, 1.0, False, case.window, bound)
+
+
+def expected(call: Call, grad: Tensor, sequences: int) -> list[Tensor]:
+    """Output and gradients of the first sequences, in float64."""
+    assert call.q_offsets is not None and call.kv_offsets is not None
+    q_offsets, kv_offsets = call.q_offsets[: sequences + 1], call.kv_offsets[: sequences + 1]
+    rows, keys = int(q_offsets[-1]), int(kv_offsets[-1])
+    q, k, v = call.q[:rows].double(), call.k[:keys].double(), call.v[:keys].double()
+    g = grad[:rows].double()
+    if call.act == "softmax":
+        choice = (q_offsets, kv_offsets, call.logit, call.causal, call.window)
+        out, lse = softmax_reference.forward(q, k, v, *choice)
+        return [out, *softmax_reference.backward(g, q, k, v, out, lse, *choice)]
+    options = (q_offsets, kv_offsets, call.act, call.factor, call.logit, call.window)
+    out = gdpa_reference.forward(q, k, v, *options)
+    return [out, *gdpa_reference.backward(g, q, k, v, *options)]
+
+
+def error(got: tuple[Tensor, ...], want: list[Tensor]) -> float:
+    """The largest relative error over the tensors; infinite where anything is not finite."""
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        if not bool(a.isfinite().all()):
+            return float("inf")
+        worst = max(worst, float((a[: b.shape[0]].double() - b).norm() / b.norm()))
+    return worst
+
+
+def _compile(job: tuple[Case, str, Config]) -> None:
+    case, kind, choice = job
+    small = replace(case, batch=2, queries=16 if case.keys else 130)
+    inputs = make(small)
+    call = to_call(small, inputs)
+    out, lse = launch.forward(call, choice if kind == "forward" else None)
+    if kind == "backward":
+        launch.backward(call, inputs.grad, out if call.act == "softmax" else None, lse, choice)
+    torch.cuda.synchronize()
+
+
+def _try(job: tuple[Case, str, Config]) -> str | None:
+    try:
+        _compile(job)
+    except (RuntimeError, triton_errors()) as problem:
+        return str(problem)[:100]
+    return None
+
+
+def triton_errors() -> type[Exception]:
+    """What Triton raises for a kernel that needs more than the device has."""
+    from triton.runtime.errors import TritonError
+
+    return TritonError
+
+
+def tune_case(case: Case) -> dict[str, Config]:
+    """The fastest correct configuration of each kernel of a case, by its key in the table."""
+    inputs = make(case)
+    call = to_call(case, inputs)
+    want = expected(call, inputs.grad, 4)
+    out, lse = launch.forward(call)
+    saved = out if call.act == "softmax" else None
+    best: dict[str, tuple[float, Config]] = {}
+    for kind, choices in candidates(case).items():
+        for choice in choices:
+            if set(choice) == {"query"}:
+                choice = {**best[kind][1], **choice}
+
+            def run(kind: str = kind, choice: Config = choice) -> tuple[Tensor, ...]:
+                if kind == "forward":
+                    return launch.forward(call, choice)[:1]
+                return launch.backward(call, inputs.grad, saved, lse, choice)
+
+            try:
+                wrong = error(run(), want[:1] if kind == "forward" else want[1:])
+            except (RuntimeError, triton_errors()) as problem:
+                print(f"{case.name} {kind} does not run: {choice}: {str(problem)[:80]}")
+                continue
+            if not wrong < TOLERANCE:
+                print(f"{case.name} {kind} WRONG by {wrong:.1e}: {choice}")
+                continue
+            ms = milliseconds(run, rep=20)
+            print(f"{case.name} {kind} {ms:.3f} ms, error {wrong:.1e}: {choice}")
+            if kind not in best or ms < best[kind][0]:
+                best[kind] = (ms, choice)
+    names = {"forward": launch.forward_kernel(call), "backward": launch.backward_kernel(call)}
+    return {call.key(names[kind]): choice for kind, (_, choice) in best.items()}
+
+
+def main() -> None:
+    """Tunes every case and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(tuning.__file__).with_name("tuned.json"))
+    parser.add_argument("--seconds", type=float, default=300, help="start no further case after this long")
+    options = parser.parse_args()
+    start = time.time()
+    jobs = []
+    for case in CASES:
+        for kind, choices in candidates(case).items():
+            first = next((c for c in choices if "BLOCK_Q" in c), {})
+            jobs += [(case, kind, {**first, **choice}) for choice in choices]
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        pool.map(_try, jobs, chunksize=1)
+    print(f"compiled {len(jobs)} candidates in {time.time() - start:.0f} s")
+    found: dict[str, Config] = {}
+    for case in CASES:
+        if time.time() - start > options.seconds:
+            print(f"no time for {case.name}")
+            continue
+        found.update(tune_case(case))
+        torch.cuda.empty_cache()
+    table = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, triton {__import__('triton').__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+        "configurations": {**tuning.tuned(), **found},
+    }
+    options.output.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The Triton kernels on a GPU, through the ops, against the references in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.gdpa import gdpa
+from kernels.jagged import offsets_from_lengths
+from kernels.jagged_attention import jagged_attention
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+"""Norm of the error over that of the result: float32 sums of thousands of products; two roundings to 2^-12 and 2^-9."""
+
+LENGTHS = [3, 0, 700, 1, 129, 64, 0, 65, 2]
+
+
+def packed(lengths: list[int], heads: int, width: int, dtype: torch.dtype, seed: int) -> tuple[list[Tensor], Tensor]:
+    """Views of one fused tensor, as a projection makes them, and offsets."""
+    torch.manual_seed(seed)
+    offsets = offsets_from_lengths(torch.tensor(lengths)).cuda()
+    fused = torch.randn(int(offsets[-1]), 3, heads, width, device="cuda").mul_(0.5).to(dtype)
+    return list(fused.unbind(1)), offsets
+
+
+def same(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.isfinite().all()
+    assert (got.double() - want).norm() / want.norm() < TOLERANCE[dtype]
+
+
+def compare(op, inputs: list[Tensor], dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    """Output and gradients of ``op`` on the GPU against float64, which the references compute on the GPU too."""
+    results = []
+    for precise in (False, True):
+        leaves = [(x.double() if precise else x).detach().requires_grad_() for x in inputs]
+        out = op(*leaves)
+        torch.manual_seed(1)
+        grad = torch.randn(out.shape, device="cuda").to(dtype).to(out.dtype)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == dtype
+        same(got, want, dtype)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (32, torch.bfloat16), (64, torch.float16), (96, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16),
+        (33, torch.bfloat16), (64, torch.float32),
+    ],
+)  # fmt: skip
+def test_gdpa_self_attention(width: int, dtype: torch.dtype) -> None:
+    inputs, offsets = packed(LENGTHS, 2, width, dtype, 0)
+    compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, activation="silu", scale=0.5), inputs, dtype)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("keys", [7, 64, 100, 200])
+def test_gdpa_with_few_keys(activation: str, keys: int) -> None:
+    (q, _, _), offsets = packed(LENGTHS, 4, 128, torch.bfloat16, 0)
+    k, v = (torch.randn(len(LENGTHS), keys, 2, 128, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    compare(lambda q, k, v: gdpa(q, k, v, offsets, activation=activation, logit_scale=0.3), [q, k, v], torch.bfloat16)
+
+
+def test_gdpa_window_and_learned_queries() -> None:
+    inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
+    compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, window=50), inputs, torch.bfloat16)
+    learned = torch.randn(20, 2, 64, device="cuda").bfloat16()
+    compare(lambda q, k, v: gdpa(q, k, v, None, offsets), [learned, *inputs[1:]], torch.bfloat16)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 40), (True, 40)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_softmax(causal: bool, window: int | None, width: int) -> None:
+    inputs, offsets = packed(LENGTHS, 2, width, torch.bfloat16, 0)
+    other = offsets_from_lengths(torch.tensor(LENGTHS[::-1])).cuda()
+
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return jagged_attention(q, k, v, offsets, other, causal=causal, window=window)
+
+    compare(op, inputs, torch.bfloat16)
+
+
+def test_softmax_in_float32_and_with_learned_queries() -> None:
+    inputs, offsets = packed(LENGTHS, 2, 64, torch.float32, 0)
+    learned = torch.randn(4, 2, 64, device="cuda")
+    compare(lambda q, k, v: jagged_attention(q, k, v, None, offsets), [learned, *inputs[1:]], torch.float32)
+
+
+def test_two_runs_give_the_same_bits_without_waiting_for_the_device() -> None:
+    inputs, offsets = packed([16384, 0, 300, *range(40)], 2, 128, torch.bfloat16, 0)
+    runs = []
+    for _ in range(2):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = jagged_attention(*leaves, offsets, offsets) + gdpa(*leaves, offsets, offsets, activation="silu")
+            runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_graph_capture_and_compile() -> None:
+    inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
+
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return gdpa(q, k, v, offsets, offsets, activation="silu") * 2
+
+    want = op(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(*inputs)
+    graph.replay()
+    assert torch.equal(out, want)
+    assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs), want)
+
+
+def test_more_than_two_billion_elements() -> None:
+    lengths = [300, *[1] * 1_048_400, 150]
+    offsets = offsets_from_lengths(torch.tensor(lengths)).cuda()
+    q = torch.empty(int(offsets[-1]), 8, 256, dtype=torch.bfloat16, device="cuda").normal_(std=0.5)
+    assert q.numel() > 2**31
+    out = gdpa(q, q, q, offsets, offsets, activation="silu")
+    last = q[-150:].double()
+    end = torch.tensor([0, 150], device="cuda")
+    same(out[-150:], gdpa(last, last, last, end, end, activation="silu"), torch.bfloat16)
