@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_dataset(
-        tmp_path_factory.mktemp("workers"), train_parts(small_table([1, 2, 3] * 40)), row_group_size=20
+        tmp_path_factory.mktemp("workers"), train_parts(small_table([1, 2, 3] * 15)), row_group_size=20
     )
 
 
@@ -77,14 +77,15 @@ def test_batches_are_writable_and_independent(dataset: Dataset) -> None:
             batch.impression_id[:] = -1
             batch.item.ids["item_id"][:] = -1
         assert all((batch.impression_id >= 0).all() for batch in again)
-        assert len(np.unique(np.concatenate([b.impression_id for b in again]))) == 240
+        assert len(np.unique(np.concatenate([b.impression_id for b in again]))) == 90
 
 
 SCRIPT = """
 import sys, time
 from foundation.data.dataset import Dataset
 from foundation.data.logs import LogReader, ReaderConfig
-reader = LogReader(Dataset.open(sys.argv[1]), "train", ReaderConfig(batch_size=4, shuffle_window=20, workers=2, prefetch=1))
+config = ReaderConfig(batch_size=4, shuffle_window=20, workers=2, prefetch=1)
+reader = LogReader(Dataset.open(sys.argv[1]), "train", config)
 iterator = iter(reader)
 next(iterator)
 assert "torch" not in sys.modules and "pandas" not in sys.modules
