@@ -6,6 +6,7 @@ large ones are cut by rows over all ranks, small ones live whole on one rank. Th
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -132,7 +133,7 @@ def sharding_plan(
                 module,
                 per_param_sharding=choices[path],
                 sharder=by_type[type(module)],
-                local_size=_local_size(device, world),
+                local_size=_local_size(world),
                 world_size=world,
                 device_type=device.type,
             )
@@ -187,6 +188,6 @@ def _tables(module: Collection) -> list[Any]:
     return list(module.embedding_bag_configs())
 
 
-def _local_size(device: torch.device, world: int) -> int:
-    """Ranks per host."""
-    return min(world, torch.cuda.device_count()) if device.type == "cuda" else world
+def _local_size(world: int) -> int:
+    """Ranks per host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))

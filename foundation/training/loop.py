@@ -112,9 +112,9 @@ class Loop:
             TrainingError: too many steps in a row had a loss or gradient that is not finite.
         """
         progress = self.state.progress
-        stopped = False
-        if progress.step >= self.config.steps:
-            return "finished"
+        stopped = self._out_of_patience()
+        if stopped or progress.step >= self.config.steps:  # a run that had ended is resumed
+            return "stopped early" if stopped else "finished"
         with self._bar() as advance:
             for batch, last_of_epoch in self._batches():
                 self._step(batch)
@@ -165,7 +165,7 @@ class Loop:
         losses = state.model.module.loss(output, batch)
         loss = losses.total * rank_share(batch)
         value = loss.item()
-        usable, impressions = _agree(math.isfinite(value), batch.num_impressions, self.fabric.device)
+        usable, impressions = agree(math.isfinite(value), batch.num_impressions, self.fabric.device)
         norm = math.nan
         if usable:
             self.fabric.backward(loss)
@@ -232,7 +232,11 @@ class Loop:
         if improved:
             point(self.checkpoints, "best", self._save())
         self._window.restart_clock()
-        return bool(config.patience) and progress.evaluations_since_best >= config.patience
+        return self._out_of_patience()
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.evaluation.patience
+        return bool(patience) and self.state.progress.evaluations_since_best >= patience
 
     def _save(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
@@ -270,7 +274,7 @@ def rank_share(batch: Batch) -> torch.Tensor | float:
     return torch.where(everywhere > 0, weight / everywhere, 0.0) * dist.get_world_size()
 
 
-def _agree(finite: bool, impressions: int, device: torch.device) -> tuple[bool, int]:
+def agree(finite: bool, impressions: int, device: torch.device) -> tuple[bool, int]:
     """Whether all ranks' losses are finite, and the impressions of all ranks."""
     if dist.get_world_size() == 1:
         return finite, impressions

@@ -280,24 +280,25 @@ def _table_reset(config: TrainConfig, dataset: Dataset) -> Callable[[TrainState,
 
 def _finish(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
     """The result, from rank 0, which writes the manifest and prints the table."""
-    result: list[TrainResult | None] = [None]
+    shared: list[TrainResult | None] = [None]
     if loop.fabric.is_global_zero:
-        result[0] = _result(config, loop, ended)
+        result = _result(config, loop, ended)
         manifest = {
             "format": FORMAT,
             "kind": "foundation",
-            **{key: value for key, value in settings.plain(result[0]).items() if key not in ("out", "checkpoint")},
-            "checkpoint": result[0].checkpoint.name,
+            **{key: value for key, value in settings.plain(result).items() if key not in ("out", "checkpoint")},
+            "checkpoint": result.checkpoint.name,
             "schema_hash": loop.manifest["schema_hash"],
             "encoder_hash": loop.manifest["encoder_hash"],
             "versions": {"torch": torch.__version__},
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         atomic_write(config.out / "manifest.json", json.dumps(finite(manifest), indent=1) + "\n")
-        _print(config, result[0])
-    dist.broadcast_object_list(result)
-    assert result[0] is not None
-    return result[0]
+        _print(config, result)
+        shared[0] = result
+    dist.broadcast_object_list(shared)
+    assert shared[0] is not None
+    return shared[0]
 
 
 def _result(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:

@@ -85,7 +85,7 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(data: Path, tmp_path: 
     wider = json.loads(json.dumps(whole))
     wider["config"]["model"]["width"] = 16
     manifest.write_text(json.dumps(wider))
-    with pytest.raises(CheckpointError, match="does not fit the model; .* keys have another shape"):
+    with pytest.raises(CheckpointError, match=r"does not fit the model; .* keys have another shape"):
         load_model(out)
     deeper = json.loads(json.dumps(whole))
     deeper["config"]["model"]["layers"] = 2

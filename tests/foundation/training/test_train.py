@@ -230,6 +230,8 @@ def test_early_stop_keeps_the_best_checkpoint(data: Path, tmp_path: Path, monkey
     evaluation = EvaluationConfig(every=2, metric="click/all/ne", patience=2)
     result = train(small_run.config(data, tmp_path / "run", evaluation=evaluation))
     assert result.ended == "stopped early" and result.steps == 8
+    stopped = small_run.config(data, tmp_path / "run", evaluation=evaluation, resume=True)
+    assert str(train(stopped)) == str(result)
     assert result.best == 0.8 and result.best_step == 4 and result.checkpoint.name == "step-00000004"
     assert result.metrics["click"]["all"]["ne"] == 0.8
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
