@@ -30,6 +30,7 @@ from foundation.data.options import parse_config
 from foundation.data.progress import track
 from foundation.data.requests import rank_body
 from foundation.data.settings import quiet, show
+from foundation.training.launch import Device
 from foundation.training.metrics import Slice, auc, measure
 from foundation.training.predict import PredictConfig, predict
 from foundation.training.train import TrainConfig, train
@@ -68,7 +69,7 @@ class StudyConfig:
     student: str = "value_models/kuairand"
     transfer: str = "transfer/kuairand"
     served: int = 200
-    device: str = "auto"
+    device: Device = "auto"
 
 
 def study(config: StudyConfig) -> dict[str, Any]:

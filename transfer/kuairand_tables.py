@@ -16,9 +16,9 @@ class StudentRow:
     largest difference between a served and an exported probability over ``served_rows`` rows.
     """
 
-    ne: dict[str, dict[str, float]]
-    auc: dict[str, dict[str, float]]
-    teacher: dict[str, float]
+    ne: dict[str, dict[str, float | None]]
+    auc: dict[str, dict[str, float | None]]
+    teacher: dict[str, float | None]
     rows: int
     auc_torch: float
     auc_onnx: float
@@ -75,12 +75,12 @@ def _students(students: Mapping[Any, Mapping[str, StudentRow]]) -> str:
     lines = ["| surface | task | alone | distilled | gain | teacher |", "|---|---|---|---|---|---|"]
     for surface, row in first.items():
         for task in row.ne["alone"]:
-            alone = [s[surface].ne["alone"][task] for s in students.values()]
-            distilled = [s[surface].ne["distilled"][task] for s in students.values()]
-            if None in alone or None in distilled:
+            alone = _known(s[surface].ne["alone"][task] for s in students.values())
+            distilled = _known(s[surface].ne["distilled"][task] for s in students.values())
+            teacher = _known(s[surface].teacher[task] for s in students.values())
+            if not len(alone) == len(distilled) == len(teacher) == len(students):  # one class in the test rows
                 continue
-            gain = _spread(a - d for a, d in zip(alone, distilled, strict=True))
-            own = _spread(s[surface].teacher[task] for s in students.values())
+            gain, own = _spread(a - d for a, d in zip(alone, distilled, strict=True)), _spread(teacher)
             lines.append(f"| {surface} | {task} | {_spread(alone)} | {_spread(distilled)} | {gain} | {own} |")
     return "\n".join(lines)
 
@@ -97,6 +97,10 @@ def _parity(students: Mapping[Any, Mapping[str, StudentRow]]) -> str:
                 f"| {abs(r.auc_torch - r.auc_onnx):.1e} | {r.served_rows:,} | {r.served_diff:.1e} |"
             )
     return "\n".join(lines)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _spread(values: Iterable[float]) -> str:
