@@ -6,6 +6,7 @@ The same command without label store and teacher trains the student alone, for c
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ class DistillConfig:
         reader: how the dataset is read.
         other_surfaces_weight: weight of training rows of other surfaces; 0 does not read them.
         epochs: the most passes over the training rows.
+        min_steps: more passes where they have fewer batches than this, so that one config serves surfaces of any size.
         evaluations_per_epoch: validations in a pass.
         patience: validations in a row without a better NE after which training stops.
         seed: for weights, dropout and the order of rows.
@@ -76,7 +78,8 @@ class DistillConfig:
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     other_surfaces_weight: float = 0.0
-    epochs: int = 2
+    epochs: int = 1
+    min_steps: int = 0
     evaluations_per_epoch: int = 4
     patience: int = 4
     seed: int = 0
@@ -87,6 +90,8 @@ class DistillConfig:
         for key in ("epochs", "evaluations_per_epoch", "patience"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.min_steps < 0:
+            raise ValueError(f"min_steps must not be negative, got {self.min_steps}")
         if self.other_surfaces_weight < 0:
             raise ValueError(f"other_surfaces_weight must not be negative, got {self.other_surfaces_weight}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -135,9 +140,10 @@ def distill(config: DistillConfig) -> DistillResult:
     held_out = {"validation": StudentBatches(_reader(config, dataset, "validation", own), store)}
     if _has_rows(dataset, "test", surface):
         held_out["test"] = StudentBatches(_reader(config, dataset, "test", own), store)
+    epochs = max(config.epochs, -(-config.min_steps // len(train)))
     with atomic_dir(config.out, overwrite=config.overwrite) as folder:
-        module = StudentModule(model, schema, config.loss, config.optimizer, len(train) * config.epochs, config.surface)
-        _fit(config, module, train, held_out["validation"], folder)
+        module = StudentModule(model, schema, config.loss, config.optimizer, len(train) * epochs, config.surface)
+        _fit(config, epochs, module, train, held_out["validation"], folder)
         if store is not None and train.found < train.rows:
             print(
                 f"distill: {train.rows - train.found} of {train.rows} training rows are not in {config.store}; "
@@ -246,7 +252,12 @@ def _has_rows(dataset: Dataset, split: str, surface: int | None) -> bool:
 
 
 def _fit(
-    config: DistillConfig, module: StudentModule, train: StudentBatches, validation: StudentBatches, folder: Path
+    config: DistillConfig,
+    epochs: int,
+    module: StudentModule,
+    train: StudentBatches,
+    validation: StudentBatches,
+    folder: Path,
 ) -> None:
     """Runs Lightning's Trainer; logs for TensorBoard go to ``folder``."""
     callbacks: list[Callback] = [EarlyStopping(monitor=MONITOR, mode="min", patience=config.patience)]
@@ -258,7 +269,7 @@ def _fit(
         trainer = pl.Trainer(
             accelerator={"cuda": "gpu"}.get(config.device, config.device),
             devices=1,
-            max_epochs=config.epochs,
+            max_epochs=epochs,
             val_check_interval=1.0 / checks,
             num_sanity_val_steps=0,
             logger=TensorBoardLogger(folder, name="", version="tensorboard"),
@@ -268,7 +279,15 @@ def _fit(
             enable_progress_bar=watched,
             log_every_n_steps=10,
         )
-        trainer.fit(module, train, validation)
+        interrupt = signal.getsignal(signal.SIGINT)
+        try:
+            trainer.fit(module, train, validation)
+        except SystemExit:
+            # Lightning turns Ctrl-C into an exit of its own and leaves the signal ignored.
+            signal.signal(signal.SIGINT, interrupt)
+            if trainer.interrupted:
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextmanager

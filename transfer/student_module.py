@@ -134,6 +134,8 @@ class StudentModule(pl.LightningModule):
 
     def training_step(self, batch: StudentBatch, batch_index: int) -> None:
         """One update of all weights, and of their average."""
+        if self.steps == 0:
+            self._start_heads(batch)
         parts = self.losses(batch)
         total = torch.stack(list(parts.values())).sum()
         optimizers = self._optimizers()
@@ -159,6 +161,11 @@ class StudentModule(pl.LightningModule):
     def validation_step(self, batch: StudentBatch, batch_index: int) -> None:
         """Adds a batch of predictions to the metrics."""
         logits = self.evaluated(batch.inputs)
+        if not bool(torch.isfinite(logits).all()):
+            raise ValueError(
+                f"after {self.steps} steps the student's logits are not finite; lower optimizer.lr or "
+                "optimizer.table_lr, or set optimizer.clip_norm"
+            )
         self._suite.update(logits, batch.labels, batch.label_valid, batch.weight, batch.surface, batch.user_id)
 
     def on_validation_epoch_end(self) -> None:
@@ -192,6 +199,16 @@ class StudentModule(pl.LightningModule):
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=self.config.lr)]
         tables = [p for p in self.model.tables.parameters() if p.requires_grad]
         return optimizers + ([torch.optim.SparseAdam(tables, lr=self.config.table_lr)] if tables else [])
+
+    @torch.no_grad()
+    def _start_heads(self, batch: StudentBatch) -> None:
+        """Sets every head's bias to the base rate of the first batch; the first steps then go to what differs."""
+        valid = batch.label_valid
+        positives = torch.where(valid, batch.labels, 0.0).sum(0)
+        logit = torch.logit((positives + 1) / (valid.sum(0) + 2))
+        models = (self.model, self.evaluated)
+        for head in (*(m.heads for m in models), self.distillation.auxiliary, self.distillation.adapted):
+            head.bias.copy_(logit)
 
     def _dense(self) -> list[nn.Parameter]:
         tables = {id(p) for p in self.model.tables.parameters()}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,11 @@ def test_all_surfaces_and_weights_of_others(tmp_path: Path, data: Dataset) -> No
     assert mixed.train_rows == 720 and set(mixed.metrics["test"]["click"]) == {"all", "feed"}
 
 
+def test_small_surfaces_get_more_passes(tmp_path: Path, data: Dataset) -> None:
+    result = distill(config(data, tmp_path / "student", epochs=1, min_steps=20, patience=50))
+    assert result.steps == 3 * 8  # 480 rows in batches of 64: 8 steps a pass
+
+
 def test_config_is_saved_with_the_student(alone: Path) -> None:
     saved = yaml.safe_load((alone / "config.yaml").read_text())
     assert saved["surface"] == "feed" and saved["model"]["hidden"] == [32, 16] and saved["store"] is None
@@ -223,6 +229,29 @@ def test_validation_rows_of_one_class_are_an_error_that_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_ctrl_c_leaves_nothing_and_stays_an_interrupt(
+    tmp_path: Path, data: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transfer import batches
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batches, "student_batch", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        distill(config(data, tmp_path / "student"))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_student_that_diverges_says_so(tmp_path: Path, data: Dataset) -> None:
+    optimizer = StudentOptimizerConfig(lr=1e30, table_lr=1e30, clip_norm=0.0)
+    with pytest.raises(ValueError, match=r"logits are not finite; lower optimizer\.lr"):
+        distill(config(data, tmp_path / "student", optimizer=optimizer))
+    assert not list(tmp_path.iterdir())
+
+
 def test_metrics_are_plain_json(alone: Path) -> None:
     text = (alone / "metrics.json").read_text()
     assert "NaN" not in text and json.loads(text)["test"]["click"]["feed"]["rows"] > 0
@@ -233,6 +262,7 @@ def test_metrics_are_plain_json(alone: Path) -> None:
     [
         ({"epochs": 0}, "epochs"),
         ({"patience": 0}, "patience"),
+        ({"min_steps": -1}, "min_steps"),
         ({"other_surfaces_weight": -1.0}, "other_surfaces_weight"),
         ({"device": "tpu"}, "device"),
     ],
