@@ -9,7 +9,7 @@ order, are merged while they are written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,8 +261,7 @@ class _Builder:
         """Tables of the dataset's columns, ``_row`` and ``_split``, with ``_row`` ascending throughout."""
         query = self._query(buckets)
         if buckets <= 1:
-            for batch in self._backend.con.sql(query).to_arrow_reader(_CHUNK_ROWS):
-                yield pa.Table.from_batches([batch])
+            yield from equal_chunks(self._backend.con.sql(query).to_arrow_reader(_CHUNK_ROWS), _CHUNK_ROWS)
             return
         runs = []
         compressed = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -292,6 +291,22 @@ class _Builder:
         result = normalized(result, self.schema, [c for c in self.columns if c not in self.own])
         result = result.order_by(ROW).select(*self.columns, ROW, SPLIT)
         return str(self._backend.compile(result))
+
+
+def equal_chunks(batches: Iterable[pa.RecordBatch], size: int) -> Iterator[pa.Table]:
+    """The rows of ``batches`` in tables of ``size`` rows each, but for the last.
+
+    Sums of floats depend on how rows are grouped; groups that depend on nothing else make them the same each time.
+    """
+    pending: list[pa.RecordBatch] = []
+    for batch in batches:
+        pending.append(batch)
+        while sum(b.num_rows for b in pending) >= size:
+            whole = pa.Table.from_batches(pending)
+            yield whole.slice(0, size).combine_chunks()
+            pending = [b for b in whole.slice(size).to_batches() if b.num_rows]
+    if pending:
+        yield pa.Table.from_batches(pending).combine_chunks()
 
 
 def merge_runs(runs: Sequence[Path], key: str, size: int) -> Iterator[pa.Table]:

@@ -45,9 +45,16 @@ _LOG_TYPES = dict.fromkeys(
     "BIGINT",
 )
 _SIDE_TYPES = {"user_id": "BIGINT", "video_id": "BIGINT", "author_id": "BIGINT", "tag": "VARCHAR"}
-_EVENT = {"video": "video_id", "author": "author_id", "tag": "tag", "tab": "tab"}
-_SEQUENCES = {
-    "shown": SequenceSource(attributes=_EVENT | {"click": "is_click", "long_view": "long_view", "like": "is_like"}),
+# The sequences a schema may have, and the column behind each attribute it may use.
+_CONDITIONS = {"shown": None, "clicked": "is_click == 1"}
+_ATTRIBUTES = {
+    "video": "video_id",
+    "author": "author_id",
+    "tag": "tag",
+    "tab": "tab",
+    "click": "is_click",
+    "long_view": "long_view",
+    "like": "is_like",
 }
 
 
@@ -85,7 +92,7 @@ def prepare_kuairand(config: KuaiRandConfig) -> PrepareResult:
     show(config, "prepare kuairand")
     schema = Schema.load(preset(config.schema))
     files = _find_files(config)
-    histories = sequence_histories(schema, {s.name: _SEQUENCES[s.name] for s in schema.sequences})
+    histories = _histories(schema)
     with atomic_dir(config.out, overwrite=config.overwrite) as folder, working_folder(folder) as work:
         connection = connect(work, config.write.memory_gb, config.write.threads)
         try:
@@ -96,6 +103,22 @@ def prepare_kuairand(config: KuaiRandConfig) -> PrepareResult:
         save(config, folder / "prepare.yaml")
     report(config.out, manifest)
     return PrepareResult(out=config.out, manifest=manifest)
+
+
+def _histories(schema: Schema) -> list[History]:
+    """The schema's sequences, with the attributes it asks for."""
+    sources = {}
+    for sequence in schema.sequences:
+        if sequence.name not in _CONDITIONS:
+            known = ", ".join(_CONDITIONS)
+            raise PrepareError(f"{schema.source}: sequences.{sequence.name}: must be one of {known}")
+        for attribute in sequence.attributes:
+            if attribute.name not in _ATTRIBUTES:
+                key, known = f"sequences.{sequence.name}.attributes.{attribute.name}", ", ".join(_ATTRIBUTES)
+                raise PrepareError(f"{schema.source}: {key}: must be one of {known}")
+        attributes = {a.name: _ATTRIBUTES[a.name] for a in sequence.attributes}
+        sources[sequence.name] = SequenceSource(attributes=attributes, where=_CONDITIONS[sequence.name])
+    return sequence_histories(schema, sources)
 
 
 def _find_files(config: KuaiRandConfig) -> dict[str, list[Path]]:
