@@ -95,9 +95,7 @@ def _vocabulary_sources(schema: Schema) -> dict[str, list[str]]:
     return {table: list(dict.fromkeys(names)) for table, names in sources.items()}
 
 
-def _merge_moments(
-    before: tuple[int, float, float], feature: Feature, column: Column
-) -> tuple[int, float, float]:
+def _merge_moments(before: tuple[int, float, float], feature: Feature, column: Column) -> tuple[int, float, float]:
     """Count, mean and sum of squared deviations after one more chunk (Chan et al., 1983)."""
     values = as_floats(column.values, feature.column)
     good = np.isfinite(values) if column.valid is None else column.valid & np.isfinite(values)
