@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,14 @@ ALLOWED = {
     "value_models": ("value_models", "kernels", "foundation.data"),
     "transfer": ("transfer", "foundation", "value_models"),
     "serving": ("serving", "foundation.data.schema", "foundation.data.encoding"),
+}
+# Distributions that are not called like their package.
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "ibis": "ibis-framework",
 }
 HEAVY = ("torch", "pyarrow", "torchrec", "fbgemm_gpu", "lightning", "duckdb", "ibis")
 
@@ -66,6 +76,31 @@ def test_package_init_files_import_nothing() -> None:
         and not (path.parent.parent.name == "kernels" and path.parent.name != "benchmarks")
     ]
     assert not wrong, f"hold a docstring only: {wrong}"
+
+
+def distributions(*extras: str) -> set[str]:
+    """Names that pyproject.toml asks for, with the given extras; `torchrec` has an install step of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra in extras:
+        lines += project["optional-dependencies"][extra]
+    return {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower() for line in lines} | {"torchrec"}
+
+
+@pytest.mark.parametrize(
+    ("folders", "extras"),
+    [
+        (("serving",), ("serve",)),
+        (("kernels", "foundation", "value_models"), ("cpu", "pipeline")),
+        (("transfer",), ("cpu", "pipeline", "serve")),
+        (("tests",), ("cpu", "pipeline", "serve", "dev")),
+    ],
+)
+def test_every_imported_package_is_declared(folders: tuple[str, ...], extras: tuple[str, ...]) -> None:
+    imported = {name.split(".")[0] for path in python_files(*folders) for name in imported_modules(path)}
+    imported -= {*PACKAGES, "opengem", "tests", *sys.stdlib_module_names}
+    wanted = {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in imported}
+    assert wanted <= distributions(*extras), wanted - distributions(*extras)
 
 
 def test_no_other_code_folder() -> None:
