@@ -223,8 +223,8 @@ class TestLimits:
     [
         (b"x", "br", "Content-Encoding: must be gzip or deflate, got 'br'"),
         (b"xxxx", "gzip", "body: not valid gzip"),
-        (gzip.compress(b"abc")[:-4], "gzip", "cut off or has something behind it"),
-        (gzip.compress(b"abc") + b"x", "gzip", "cut off or has something behind it"),
+        (gzip.compress(b"abc", mtime=0)[:-4], "gzip", "cut off or has something behind it"),
+        (gzip.compress(b"abc", mtime=0) + b"x", "gzip", "cut off or has something behind it"),
         (zlib.compress(b"abc" * 99), "deflate", "larger than the 100 bytes"),
     ],
 )
