@@ -19,8 +19,15 @@ from foundation.data.encoding import Column
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError
 
-# Arrow's names of float types that numpy calls otherwise.
-_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+# The numpy types of Arrow's integers and floats.
+_PLAIN = {
+    kind.id: np.dtype(name)
+    for kind, name in (
+        *((getattr(pa, name)(), name) for name in ("int8", "int16", "int32", "int64")),
+        *((getattr(pa, name)(), name) for name in ("uint8", "uint16", "uint32", "uint64")),
+        *((getattr(pa, name)(), name) for name in ("float16", "float32", "float64")),
+    )
+}
 
 Content = Literal["id", "number", "time", "integer"]
 
@@ -176,10 +183,10 @@ def bools(array: pa.Array) -> np.ndarray:
 
 def _values(array: pa.Array) -> np.ndarray:
     """Integers or floats, anything where null. Made without to_numpy(), which imports pandas: slow, in every worker."""
-    kind = np.dtype(_FLOATS.get(str(array.type), str(array.type)))
+    dtype = _PLAIN[array.type.id]
     if not len(array):
-        return np.zeros(0, dtype=kind)
-    return np.frombuffer(array.buffers()[1], dtype=kind, count=array.offset + len(array))[array.offset :]
+        return np.zeros(0, dtype=dtype)
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
 
 
 def _valid(array: pa.Array) -> np.ndarray | None:
@@ -227,6 +234,8 @@ def _plain(array: pa.Array) -> pa.Array:
 def _flat(array: pa.Array) -> Column:
     """An array of single values."""
     kind = array.type
+    if kind.id in _PLAIN:
+        return _numbers(array, _valid(array))
     if pa.types.is_null(kind):
         return Column(np.zeros(len(array), np.int64), np.zeros(len(array), bool))
     if pa.types.is_dictionary(kind) and not _is_string(kind.value_type):
@@ -241,8 +250,13 @@ def _flat(array: pa.Array) -> Column:
         array = array.cast(pa.int64() if kind.scale == 0 else pa.float64())
     elif pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
+    return _numbers(array, valid)
+
+
+def _numbers(array: pa.Array, valid: np.ndarray | None) -> Column:
     values = _values(array)
     if valid is not None and values.dtype.kind != "i":
+        # Under a null there may be a float that is no id.
         values = np.where(valid, values, values.dtype.type(0))
     return Column(values, valid)
 

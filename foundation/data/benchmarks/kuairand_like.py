@@ -15,10 +15,10 @@ from foundation.data.schema import Feature, Schema, Sequence
 from foundation.data.settings import preset
 
 _DISTINCT_ROWS = 131_072
-# Users, videos and authors of KuaiRand-Pure, and the mean length of the histories there.
+# Users, videos and authors of KuaiRand-Pure, and the mean lengths of the histories in its training days.
 _CARDINALITY = {"user_id": 27_285, "video_id": 7_583, "author_id": 6_474, "music_id": 6_000, "tab": 15, "tag": 60}
 _WORDS = ("user_active_degree", "_range", "video_type", "upload_type")
-_MEAN_EVENTS = 40
+_MEAN_EVENTS = {"shown": 39.0, "clicked": 2.8}
 
 
 def write_kuairand_like(folder: Path, rows: int, row_group_rows: int, seed: int = 0) -> None:
@@ -67,8 +67,14 @@ def _feature(feature: Feature, count: int, rng: np.random.Generator) -> pa.Array
 
 
 def _sequence(sequence: Sequence, count: int, rng: np.random.Generator) -> dict[str, pa.Array]:
-    mean = min(_MEAN_EVENTS, 0.8 * sequence.max_length)
-    lengths = np.minimum(rng.geometric(1 / mean, count) + sequence.max_length // 2, sequence.max_length)
+    most = sequence.max_length
+    mean = _MEAN_EVENTS.get(sequence.name, 0.8 * most)
+    if mean > most / 2:
+        # Some are full, the others anything up to that.
+        full = rng.random(count) < 2 * mean / most - 1
+        lengths = np.where(full, most, rng.integers(0, most + 1, count))
+    else:
+        lengths = np.minimum(rng.geometric(1 / (1 + mean), count) - 1, most)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     total = int(lengths.sum())
     made = {a.column: pa.ListArray.from_arrays(offsets, _ids(a.table, total, rng)) for a in sequence.attributes}
