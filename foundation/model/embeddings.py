@@ -34,6 +34,8 @@ class EmbeddingsConfig:
         dim: dim of every table; 0: what the schema says.
         dims: dim by table name, before ``dim``.
         init_std: standard deviation of the rows at the start.
+        init_stds: the same by table name. Small values keep rare ids near one another; tables of few, frequent ids
+            (what was done, where) learn faster from values that set their ids apart.
         pooling: how the values of a multi-valued feature become one; with weights ``mean`` divides by their sum.
         id_dropout: in training, the share of ids replaced by "unknown", by feature name or ``sequence.attribute``. It
             trains the unknown row and keeps single ids from being learned by heart.
@@ -45,6 +47,7 @@ class EmbeddingsConfig:
     dim: int = 0
     dims: dict[str, int] = field(default_factory=dict)
     init_std: float = 0.05
+    init_stds: dict[str, float] = field(default_factory=dict)
     pooling: Literal["sum", "mean"] = "mean"
     id_dropout: dict[str, float] = field(default_factory=dict)
     first_order: bool = False
@@ -54,8 +57,9 @@ class EmbeddingsConfig:
         for key, dim in {"dim": self.dim or 4, **{f"dims.{table}": dim for table, dim in self.dims.items()}}.items():
             if dim < 4 or dim % 4:
                 raise ValueError(f"embeddings.{key}: must be a multiple of 4 (lookups move 16 bytes), got {dim}")
-        if self.init_std < 0:
-            raise ValueError(f"embeddings.init_std: must not be negative, got {self.init_std}")
+        for key, std in {"init_std": self.init_std, **{f"init_stds.{t}": s for t, s in self.init_stds.items()}}.items():
+            if std < 0:
+                raise ValueError(f"embeddings.{key}: must not be negative, got {std}")
         if self.pooling not in ("sum", "mean"):
             raise ValueError(f"embeddings.pooling: must be sum or mean, got {self.pooling!r}")
         for key, rate in self.id_dropout.items():
@@ -86,7 +90,8 @@ class Embeddings(nn.Module):
         table_rows: rows of each table, the reserved ones included.
 
     Raises:
-        ValueError: ``id_dropout`` or ``dims`` names what the schema does not have; the message lists what it has.
+        ValueError: ``id_dropout``, ``dims`` or ``init_stds`` names what the schema does not have; the message lists
+        what it has.
     """
 
     def __init__(self, config: EmbeddingsConfig, schema: Schema, table_rows: Mapping[str, int]) -> None:
@@ -102,10 +107,11 @@ class Embeddings(nn.Module):
         if unknown:
             known = ", ".join(self.tables)
             raise ValueError(f"embeddings.id_dropout.{min(unknown)}: no such feature with ids; known: {known}")
-        odd = config.dims.keys() - {table.name for table in schema.tables}
-        if odd:
-            known = ", ".join(table.name for table in schema.tables)
-            raise ValueError(f"embeddings.dims.{min(odd)}: no such table; known: {known}")
+        for option in ("dims", "init_stds"):
+            odd = getattr(config, option).keys() - {table.name for table in schema.tables}
+            if odd:
+                known = ", ".join(table.name for table in schema.tables)
+                raise ValueError(f"embeddings.{option}.{min(odd)}: no such table; known: {known}")
         self.order = sparse_keys(schema)
         dims = {table.name: config.dims.get(table.name, config.dim or table.dim) for table in schema.tables}
         self.dims: dict[str, int] = {key: dims[table] for key, table in self.tables.items()}
@@ -137,7 +143,7 @@ class Embeddings(nn.Module):
             if name.startswith("first_order."):
                 weight.zero_()
             else:
-                weight.normal_(0.0, self.config.init_std)
+                weight.normal_(0.0, self.config.init_stds.get(name.split(".")[-2], self.config.init_std))
 
     def forward(self, batch: Batch) -> Embedded:
         """Looks up and pools all ids of a batch."""

@@ -121,7 +121,7 @@ class GEM(nn.Module):
         self.sequence_summary = SequenceSummaries(cross, names, event_width, width)
         inputs += len(names) * cross.sequence_tokens
         self.heads = Heads(config.heads, schema, inputs * width, members)
-        self.embedding_width = members * config.heads.trunk[-1]
+        self.embedding_width = members * self.heads.width
         weights = torch.tensor([task.weight for task in schema.tasks])
         self.register_buffer("task_weights", weights, persistent=False)
 

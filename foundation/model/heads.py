@@ -28,8 +28,10 @@ class HeadsConfig:
     Args:
         reads: ``summaries``, the last X_sum and S_sum (InterFormer), or ``tokens``, all tokens of the last layer and
             the last S_sum (Kunlun). Ensemble members need ``tokens``.
-        trunk: widths of the trunk's layers; the last is the width of the embedding that is handed to other models.
-        tower: hidden units of each task.
+        norm: normalise what the trunk reads.
+        trunk: widths of the trunk's layers; empty: the trunk is what it reads. What comes out is also the embedding
+            that is handed to other models.
+        tower: hidden units of each task; 0: tasks are linear in the trunk.
         adapter_rank: rank of what each surface adds to the trunk; 0: none.
         surface_bias: a bias per surface and task.
         dropout: in the trunk.
@@ -37,6 +39,7 @@ class HeadsConfig:
     """
 
     reads: Literal["summaries", "tokens"] = "tokens"
+    norm: bool = True
     trunk: tuple[int, ...] = (256, 128)
     tower: int = 32
     adapter_rank: int = 8
@@ -47,9 +50,9 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         if self.reads not in ("summaries", "tokens"):
             raise ValueError(f"heads.reads: must be summaries or tokens, got {self.reads!r}")
-        if not self.trunk or any(width < 1 for width in self.trunk):
+        if any(width < 1 for width in self.trunk):
             raise ValueError(f"heads.trunk: expected widths of at least 1, got {list(self.trunk)}")
-        for key, least in (("tower", 1), ("adapter_rank", 0)):
+        for key, least in (("tower", 0), ("adapter_rank", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"heads.{key}: must be at least {least}, got {getattr(self, key)}")
         if not 0 <= self.dropout < 1:
@@ -71,20 +74,23 @@ class Heads(nn.Module):
         unknown = config.base_rate.keys() - set(schema.task_names)
         if unknown:
             raise ValueError(f"heads.base_rate.{min(unknown)}: no such task; known: {', '.join(schema.task_names)}")
-        self.tasks, self.surfaces, self.tower = len(schema.tasks), len(schema.surface_names), config.tower
-        width = config.trunk[-1]
-        self.norm = GroupedNorm(members, inputs)
+        self.tasks, self.surfaces, self.tower = len(schema.tasks), len(schema.surface_names), max(1, config.tower)
+        self.width = width = config.trunk[-1] if config.trunk else inputs
+        self.norm = GroupedNorm(members, inputs) if config.norm else None
         self.trunk = GroupedMLP(members, inputs, config.trunk, config.dropout)
         self.adapters = (
             _SurfaceAdapters(members, self.surfaces, width, config.adapter_rank) if config.adapter_rank else None
         )
-        self.towers = GroupedLinear(members, width, self.tasks * config.tower)
+        gain = 1.0 if config.tower else 0.3
+        self.towers = GroupedLinear(members, width, self.tasks * self.tower, gain=gain)
         names = schema.task_names
         self.given = [(k, names.index(task.given)) for k, task in enumerate(schema.tasks) if task.given is not None]
         self.conditions = nn.ModuleList(
-            GroupedLinear(members, config.tower, config.tower, bias=False) for _ in self.given
+            GroupedLinear(members, self.tower, self.tower, bias=False, gain=gain) for _ in self.given
         )
-        self.out = nn.Parameter(torch.randn(members, 1, self.tasks, config.tower) * 0.3 * config.tower**-0.5)
+        self.out: nn.Parameter | None = None
+        if config.tower:
+            self.out = nn.Parameter(torch.randn(members, 1, self.tasks, config.tower) * 0.3 * config.tower**-0.5)
         rates = [config.base_rate.get(name, 0.5) for name in names]
         start = torch.tensor([math.log(rate / (1 - rate)) for rate in rates])
         self.bias = nn.Parameter(start.expand(members, 1, -1).clone())
@@ -95,14 +101,14 @@ class Heads(nn.Module):
     def forward(self, x: Tensor, surface: Tensor) -> tuple[Tensor, Tensor]:
         """``x [M, N, I]`` and the surface of each impression, int64 ``[N]``."""
         members, count = x.shape[:2]
-        trunk = self.trunk(self.norm(x))
+        trunk = self.trunk(x if self.norm is None else self.norm(x))
         own = F.one_hot(surface, self.surfaces).to(trunk.dtype)
         adapted = trunk if self.adapters is None else self.adapters(trunk, own)
         towers = list(self.towers(adapted).view(members, count, self.tasks, self.tower).unbind(2))
         for (task, given), condition in zip(self.given, self.conditions, strict=True):
-            towers[task] = towers[task] + condition(F.silu(towers[given]))
-        hidden = F.silu(torch.stack(towers, dim=2))
-        logits = (hidden * self.out).sum(3) + self.bias
+            towers[task] = towers[task] + condition(F.silu(towers[given]) if self.out is not None else towers[given])
+        stacked = torch.stack(towers, dim=2)
+        logits = (stacked[..., 0] if self.out is None else (F.silu(stacked) * self.out).sum(3)) + self.bias
         if self.surface_bias is not None:
             logits = logits + torch.matmul(own, self.surface_bias.to(own.dtype))
         return logits, trunk

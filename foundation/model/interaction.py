@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from foundation.model.grouped import GroupedLinear, GroupedMLP, GroupedNorm
 
@@ -37,6 +36,8 @@ class InteractionConfig:
         cross_layers: number of cross layers. cross_rank: their rank. Both for ``cross``.
         hidden: widths of the hidden layers of ``fm`` and ``mlp``; for ``cross`` of a network beside the cross layers,
             none if empty.
+        norm: normalise the tokens that come out, as Wukong does. Without it a token keeps its size, and with it how
+            much is known about rare ids.
         dropout: in hidden layers.
         input_scale: spread of a learned factor per expert and input element at the start, so that experts and members
             begin apart; 0: no such factor.
@@ -50,6 +51,7 @@ class InteractionConfig:
     cross_layers: int = 2
     cross_rank: int = 64
     hidden: tuple[int, ...] = (256,)
+    norm: bool = True
     dropout: float = 0.0
     input_scale: float = 0.0
 
@@ -89,7 +91,7 @@ class InteractionArm(nn.Module):
         self.compression = GroupedLinear(
             groups, tokens, config.linear_tokens + config.block_tokens + config.linear_tokens, bias=False
         )
-        self.norm = GroupedNorm(groups, width)
+        self.norm = GroupedNorm(groups, width) if config.norm else None
 
     def forward(self, x: Tensor, summaries: Tensor) -> Tensor:
         """Tokens ``x [M, N, n_x, D]`` with sequence summaries ``[N, n_s, D]``, the same for all members."""
@@ -105,7 +107,8 @@ class InteractionArm(nn.Module):
         mixed = self.compression(columns).view(groups, count, width, sum(sizes)).transpose(2, 3)
         linear, residual = mixed.split(sizes, dim=2)
         out = torch.cat([self.block(z, columns), linear], dim=2) + residual
-        out = self.norm(out)
+        if self.norm is not None:
+            out = self.norm(out)
         if config.experts > 1:
             out = out.view(members, config.experts, count, sizes[1], width).transpose(1, 2)
             out = out.reshape(members, count, config.tokens_out, width)
@@ -154,7 +157,7 @@ class _Cross(nn.Module):
             x = torch.addcmul(x, first, up(down(x)).to(x.dtype))
         if self.mlp is not None:
             x = torch.cat([x, self.mlp(first)], dim=2)
-        return F.silu(self.dropout(self.out(x))).view(groups, count, self.tokens_out, width)
+        return self.out(self.dropout(x)).view(groups, count, self.tokens_out, width)
 
 
 class _Network(nn.Module):

@@ -121,6 +121,13 @@ def test_dims_can_be_set() -> None:
     assert embeddings.dims["watched.item"] == 12
 
 
+def test_tables_start_with_their_own_spread() -> None:
+    embeddings = build(init_std=0.01, init_stds={"item": 1.0, "interest": 0.0})
+    assert 0.8 < weight(embeddings, "item").std() < 1.2
+    assert 0.005 < weight(embeddings, "user").std() < 0.015
+    assert not weight(embeddings, "interest").any()
+
+
 def test_no_requests() -> None:
     embeddings = build(first_order=True, id_dropout={"user_id": 0.5})
     out = embeddings(make_batch(model_schema(), []))
@@ -137,6 +144,8 @@ def test_no_requests() -> None:
         ({"id_dropout": {"nobody": 0.1}}, "id_dropout.nobody: no such feature with ids; known: user_id"),
         ({"id_dropout": {"user_id": 1.0}}, "id_dropout.user_id: must be in"),
         ({"dims": {"nothing": 8}}, "dims.nothing: no such table; known: user"),
+        ({"init_stds": {"nothing": 1.0}}, "init_stds.nothing: no such table; known: user"),
+        ({"init_stds": {"user": -1.0}}, "init_stds.user: must not be negative"),
         ({"dim": 6}, "embeddings.dim: must be a multiple of 4"),
         ({"pooling": "max"}, "embeddings.pooling"),
         ({"init_std": -1.0}, "embeddings.init_std"),

@@ -45,10 +45,10 @@ CONFIGS: dict[str, GEMConfig] = {
         width=8,
         layer=LayerConfig(
             cross=CrossConfig(cls_tokens=0, recent_tokens=0),
-            interaction=InteractionConfig(block="mlp", linear_tokens=0),
+            interaction=InteractionConfig(block="mlp", linear_tokens=0, norm=False),
             sequence=SequenceConfig(attention="none", activation="relu2"),
         ),
-        heads=HeadsConfig(adapter_rank=0, surface_bias=False),
+        heads=HeadsConfig(adapter_rank=0, surface_bias=False, norm=False, trunk=(), tower=0),
     ),
 }
 

@@ -17,7 +17,7 @@ COUNT, INPUTS = 6, 10
 
 def build(members: int = 1, **options: object) -> Heads:
     torch.manual_seed(0)
-    config = HeadsConfig(trunk=(8, 7), tower=4, adapter_rank=2, **options)  # type: ignore[arg-type]
+    config = HeadsConfig(**{"trunk": (8, 7), "tower": 4, "adapter_rank": 2, **options})  # type: ignore[arg-type]
     return Heads(config, model_schema(), INPUTS, members)
 
 
@@ -62,6 +62,16 @@ def test_a_conditional_task_reads_the_tower_of_its_condition() -> None:
     assert not torch.allclose(before[..., 2], after[..., 2])
 
 
+def test_linear_heads_without_a_trunk() -> None:
+    heads = build(norm=False, trunk=(), tower=0, adapter_rank=0, surface_bias=False, base_rate={"like": 0.1})
+    x, surface = torch.randn(1, COUNT, INPUTS), torch.zeros(COUNT, dtype=torch.int64)
+    logits, trunk = heads(x, surface)
+    assert torch.equal(trunk, x)
+    own = x[0] @ heads.towers.weight[0] + heads.towers.bias[0]
+    own[:, 2] = own[:, 2] + own[:, 0] * heads.conditions[0].weight[0, 0, 0]
+    torch.testing.assert_close(logits[0], own + torch.tensor([0.0, math.log(1 / 9), 0.0]))
+
+
 def test_biases_start_from_the_base_rates() -> None:
     heads = build(base_rate={"click": 0.2})
     assert heads.bias[0, 0].tolist() == pytest.approx([math.log(0.25), 0, 0], abs=1e-6)
@@ -79,7 +89,7 @@ def test_biases_start_from_the_base_rates() -> None:
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**options)
-    for key in ({"trunk": ()}, {"tower": 0}, {"adapter_rank": -1}):
+    for key in ({"trunk": (0,)}, {"tower": -1}, {"adapter_rank": -1}):
         with pytest.raises(ValueError, match=f"heads.{next(iter(key))}"):
             HeadsConfig(**key)  # type: ignore[arg-type]
 

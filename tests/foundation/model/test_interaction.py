@@ -66,10 +66,15 @@ def test_cross_layers_equal_the_published_ones() -> None:
     crossed = z
     for down, up in zip(arm.block.down, arm.block.up, strict=True):
         crossed = z * (crossed @ down.weight[0] @ up.weight[0] + up.bias[0, 0]) + crossed
-    block = F.silu(crossed @ arm.block.out.weight[0] + arm.block.out.bias[0, 0]).view(COUNT, 3, WIDTH)
+    block = (crossed @ arm.block.out.weight[0] + arm.block.out.bias[0, 0]).view(COUNT, 3, WIDTH)
     mixed = torch.einsum("bnd,no->bod", z.view(COUNT, -1, WIDTH), arm.compression.weight[0])
     want = F.layer_norm(torch.cat([block, mixed[:, :2]], dim=1) + mixed[:, 2:], (WIDTH,))
     torch.testing.assert_close(arm(x, s)[0], want)
+
+
+def test_tokens_can_keep_their_size() -> None:
+    (x, s), plain = inputs(), build(block="cross", norm=False)
+    torch.testing.assert_close(F.layer_norm(plain(x, s), (WIDTH,)), build(block="cross")(x, s))
 
 
 @pytest.mark.parametrize("block", ["fm", "cross", "mlp"])
