@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,28 +16,32 @@ from foundation.training import charts
 from foundation.training.report import Page
 from transfer.demo_measure import MODELS, Measured, Served
 
+# Fits into 80 columns.
+_TABLE: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
 _SHOWN_CANDIDATES = 8
+_SHOWN_EVENTS = 3
 
 
 def print_summary(measured: Mapping[str, Measured], served: Mapping[str, Served]) -> None:
     """Prints the models beside the best possible, latencies, and one ranked request."""
-    console = Console()
-    table = Table(title="Test rows: NE (lower is better), AUC, calibration (1 is exact)")
+    console = Console(soft_wrap=True)
+    table = Table(title="Test rows: NE (lower is better), AUC, calibration (1 is exact)", **_TABLE)
     for name in ("surface", "task", "model"):
-        table.add_column(name)
-    for name in ("NE", "AUC", "calibration", "p50 ms", "p99 ms"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("NE", "AUC", "calib.", "p50 ms", "p99 ms"):
+        table.add_column(name, justify="right", no_wrap=True)
     for cells in _metric_rows(measured, served):
         bold = "bold" if cells[2] == "student distilled" else None
         table.add_row(*cells, style=bold, end_section=cells[2] == MODELS[-1])
     console.print(table)
     surface, first = next(iter(served.items()))
     answer = first.example["answer"]
-    ranked = Table(title=f"/rank: one request on {surface}, {len(answer['ranked'])} candidates")
-    for name in _ranked_columns(answer):
-        ranked.add_column(name, justify="right")
+    columns = 3 + len(answer["ranked"][0]["probabilities"])
+    ranked = Table(title=f"/rank: one request on {surface}, {len(answer['ranked'])} candidates", **_TABLE)
+    for name in _ranked_columns(answer)[:columns]:
+        ranked.add_column(name, justify="right", no_wrap=True)
     for row in _ranked_rows(first.example):
-        ranked.add_row(*row)
+        ranked.add_row(*row[:columns])
     console.print(ranked)
     for name, one in served.items():
         console.print(
@@ -134,13 +139,22 @@ def _server(page: Page, served: Mapping[str, Served]) -> None:
     surface, first = next(iter(served.items()))
     page.section(
         f"One ranked request on {surface}",
-        "The raw request as the server gets it, and its candidates in order of value. The last columns are the "
-        "scores that tritonclient gets for the same candidates.",
+        f"The raw request as the server gets it (here with the latest {_SHOWN_EVENTS} events and two candidates only), "
+        "and its candidates in order of value. The last columns are the scores that tritonclient gets for them.",
     )
-    request = {**first.example["request"]}
-    request["candidates"] = [*request["candidates"][:2], "..."]
-    page.code(json.dumps(request, indent=1, default=str)[:2500])
+    page.code(_short_json(first.example["request"]))
     page.table(_ranked_columns(first.example["answer"]), _ranked_rows(first.example), text_columns=0)
+
+
+def _short_json(request: Mapping[str, Any]) -> str:
+    """A request with a key per line, its histories cut to the latest events and its candidates to the first two."""
+    history = {
+        sequence: {name: values[-_SHOWN_EVENTS:] for name, values in events.items()}
+        for sequence, events in request["history"].items()
+    }
+    shown = {**request, "history": history, "candidates": [*request["candidates"][:2], "..."]}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in shown.items())
+    return f"{{\n{lines}\n}}"
 
 
 def teacher_curves(path: Path) -> tuple[charts.Points, dict[str, charts.Points]]:

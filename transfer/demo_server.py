@@ -16,6 +16,8 @@ import numpy as np
 import tritonclient.grpc as triton
 
 START_SECONDS = 60.0
+# Of each request. The demo measures latencies, so a slow answer must come, not be refused.
+DEADLINE_MS = 30_000
 STOP_SECONDS = 20.0
 
 
@@ -44,7 +46,9 @@ class RunningServer:
         Raises:
             ServerError: any answer but 200.
         """
-        self._http.request("POST", "/rank", json.dumps(body), {"Content-Type": "application/json"})
+        self._http.request(
+            "POST", "/rank", json.dumps({"deadline_ms": DEADLINE_MS, **body}), {"Content-Type": "application/json"}
+        )
         answer = self._http.getresponse()
         content = answer.read()
         if answer.status != 200:
@@ -65,7 +69,7 @@ class RunningServer:
             tensors.append(tensor)
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
-            answer = self._grpc.infer(model, tensors, outputs=wanted)
+            answer = self._grpc.infer(model, tensors, outputs=wanted, timeout=DEADLINE_MS * 1000)
         except triton.InferenceServerException as error:
             raise ServerError(f"{model}: {error}") from error
         return {name: answer.as_numpy(name) for name in outputs}

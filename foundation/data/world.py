@@ -175,7 +175,7 @@ def world_schema(config: WorldConfig) -> Schema:
     ]
     fixed = {"device": DEVICES, "country": COUNTRIES, "topic": TOPICS, "tag": TAG_VALUES, "flag": 2}
     tables: dict[str, dict] = {
-        "user": {"kind": "hash", "rows": 2 + 2 * _expected_users(config), "dim": 16},
+        "user": {"kind": "vocabulary", "dim": 16} | _hashed_users(config),
         "item": {"kind": "range", "rows": config.item_count + 3, "dim": 16},
         "creator": {"kind": "vocabulary", "dim": 8, "min_count": 5},
         "surface": {"kind": "vocabulary", "dim": 8},
@@ -246,8 +246,10 @@ def _prepare_settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _expected_users(config: WorldConfig) -> int:
-    return max(1, math.ceil(config.rows / _rows_per_user(config)))
+def _hashed_users(config: WorldConfig) -> dict[str, Any]:
+    """Above a million users a hash table of four rows per user: a vocabulary would have to hold all their ids."""
+    users = math.ceil(config.rows / _rows_per_user(config))
+    return {"kind": "hash", "rows": 2 + 4 * users} if users > 1_000_000 else {}
 
 
 def _rows_per_user(config: WorldConfig) -> float:

@@ -34,8 +34,9 @@ tr.strong td { font-weight: 600; background: #f2f8fc; }
 figure { margin: .5rem 0 0; }
 figure svg { max-width: 100%; height: auto; display: block; margin: 0 auto; }
 figcaption { color: var(--quiet); font-size: .88rem; margin-top: .4rem; text-align: center; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(21rem, 1fr)); gap: 1.25rem; align-items: end; }
-pre { background: #f4f6f9; border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto;
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(18.5rem, 1fr)); gap: 1.25rem; align-items: end; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere;
+  background: #f4f6f9; border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem;
   font: .82rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: .5rem 0; }
 footer { color: var(--quiet); font-size: .85rem; text-align: center; padding: 1rem 0 2rem; }
 @media print { body { background: #fff; } section { break-inside: avoid; } }
