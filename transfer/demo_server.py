@@ -50,10 +50,10 @@ class RunningServer:
             "POST", "/rank", json.dumps({"deadline_ms": DEADLINE_MS, **body}), {"Content-Type": "application/json"}
         )
         answer = self._http.getresponse()
-        content = answer.read()
+        text = answer.read().decode(errors="replace")
         if answer.status != 200:
-            raise ServerError(f"/rank answered {answer.status}: {content.decode(errors='replace')}")
-        return dict(json.loads(content))
+            raise ServerError(f"/rank answered {answer.status}: {text}")
+        return dict(json.loads(text))
 
     def infer(self, model: str, inputs: dict[str, np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Scores named inputs through `tritonclient.grpc`; one array per output.
