@@ -152,8 +152,6 @@ def train(config: TrainConfig) -> TrainResult:
         fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         if fabric.is_global_zero:
             settings.show(config, "train")
-            _prepare_folder(config, dataset, fresh)
-        fabric.barrier()
         loop = _build(config, dataset, fabric, fresh)
         ended = loop.run()
         return _finish(config, loop, ended)
@@ -172,7 +170,7 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
 
 
 def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -> Loop:
-    """Model, optimizers and readers, at step 0 or at the latest checkpoint."""
+    """Model, optimizers and readers, at step 0 or at the latest checkpoint. Writes only when all of them are right."""
     rank, world = fabric.global_rank, fabric.world_size
     train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
     reader = LogReader(dataset, "train", train_reader, rank=rank, world_size=world)
@@ -201,6 +199,9 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
         prune(checkpoints, config.checkpoint.keep)
     steps = steps_of(reader, config.epochs, state.progress)
     steps = min(steps, config.max_steps) if config.max_steps else steps
+    if fabric.is_global_zero:
+        _prepare_folder(config, dataset, fresh)
+    fabric.barrier()
     log = RunLog(config.out / "metrics.jsonl", fabric, state.progress.step)
     if not fresh:
         log.say(f"resumed from step {state.progress.step} of {steps}")

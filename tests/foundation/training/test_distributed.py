@@ -17,8 +17,8 @@ from foundation.data.logs import LogReader, ReaderConfig
 from foundation.model.gem import GEM
 from foundation.parallel.parallelize import SparseConfig, parallelize
 from foundation.training.ema import EMAConfig
-from foundation.training.evaluate import evaluate
-from foundation.training.loop import CheckpointConfig, agree, rank_share
+from foundation.training.evaluate import EvaluationConfig, evaluate
+from foundation.training.loop import agree, rank_share
 from foundation.training.metrics import MetricSuite
 from foundation.training.optimizer import DenseConfig
 from foundation.training.state import TrainState
@@ -116,6 +116,8 @@ def as_torchrun_starts_it() -> None:
 
 
 READER = ReaderConfig(batch_size=16, shuffle_window=16, workers=0)
+# One evaluation and one checkpoint, at the end.
+QUICK: dict[str, Any] = {"reader": READER, "evaluation": EvaluationConfig(every=1000, batch_size=128)}
 
 
 def train_on_ranks(folder: str, names: list[str]) -> list[dict[str, Any]]:
@@ -123,7 +125,7 @@ def train_on_ranks(folder: str, names: list[str]) -> list[dict[str, Any]]:
     answers = []
     for name in names:
         data, out = Path(folder) / name, Path(folder) / f"{name}-run"
-        result = train(small_run.config(data, out, checkpoint=CheckpointConfig(every=2), reader=READER, epochs=2))
+        result = train(small_run.config(data, out, epochs=2, **QUICK))
         share = LogReader(Dataset.open(data), "train", READER, rank=dist.get_rank(), world_size=dist.get_world_size())
         rows = sum(len(batch.impression_id) for batch in share)
         answers.append({"result": str(result), "steps": result.steps, "rows": rows})
@@ -146,8 +148,7 @@ def test_ranks_with_unequal_rows_stop_together_and_one_rank_goes_on(tmp_path: Pa
     assert lines[-1]["samples"] == 2 * rows and len(lines) == one[0]["steps"]
     # The checkpoint of two ranks fits one, which goes on with the next epoch.
     before = small_run.tensors(out)
-    config = small_run.config(data, out, resume=True, epochs=3, checkpoint=CheckpointConfig(every=2), reader=READER)
-    assert train(config).samples == 3 * rows
+    assert train(small_run.config(data, out, resume=True, epochs=3, **QUICK)).samples == 3 * rows
     after = small_run.tensors(out)
     assert before.keys() == after.keys()
     changed = {key.split(".")[0] for key, value in before.items() if not torch.equal(value, after[key])}

@@ -246,9 +246,23 @@ def test_larger_is_better_for_auc(data: Path, tmp_path: Path) -> None:
     assert result.best == max(chosen) and result.best_step == 2 * (1 + chosen.index(max(chosen)))
 
 
-def test_an_unknown_metric_is_refused_before_training(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="TASK/SURFACE/NAME with TASK one of mean, click, like, conversion"):
-        train(small_run.config(data, tmp_path / "run", evaluation=EvaluationConfig(metric="share/all/ne")))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"evaluation": EvaluationConfig(metric="share/all/ne")}, "TASK one of mean, click, like, conversion"),
+        ({"sparse": SparseConfig(table_lr={"nothing": 0.1})}, r"sparse\.table_lr\.nothing: no such table"),
+        ({"evaluation": EvaluationConfig(split="holdout")}, "no split 'holdout'"),
+        ({"device": "cuda"}, "torch finds no CUDA device"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    data: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    if settings.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ValueError, match=message):
+        train(small_run.config(data, tmp_path / "run", **settings))
+    assert not (tmp_path / "run").exists()
 
 
 def test_bf16_is_near_fp32_and_keeps_float32_weights(data: Path, tmp_path: Path) -> None:
