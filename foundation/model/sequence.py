@@ -99,9 +99,10 @@ class _GeneratedNetwork(nn.Module):
     def forward(self, values: Tensor, offsets: Tensor, summaries: Tensor) -> Tensor:
         batch, tokens, width = summaries.shape
         shape = (batch, tokens * self.units, self.heads, width // self.heads)
+        keys = self.keys(summaries).reshape(shape)
         out = gdpa(
-            self.norm(values).view(-1, *shape[2:]),
-            self.keys(summaries).reshape(shape),
+            self.norm(values).view(-1, *shape[2:]).to(keys.dtype),  # norms give float32 under autocast
+            keys,
             self.values(summaries).reshape(shape),
             offsets,
             activation=self.activation,
