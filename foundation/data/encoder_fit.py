@@ -63,10 +63,12 @@ class EncoderFit:
         values = column.values if column.valid is None else column.values[column.valid]
         if not len(values):
             return
+        new, counts = np.unique(values if column.dictionary is not None else _ids(values, name), return_counts=True)
         if column.dictionary is not None:
-            values = column.dictionary[values]
-        new: np.ndarray
-        new, counts = np.unique(canonical_ids(values, name).astype(_plain_dtype(values)), return_counts=True)
+            # Each string once; a dictionary may hold one twice.
+            words = _ids(column.dictionary[new], name)
+            new, place = np.unique(words, return_inverse=True)
+            counts = np.bincount(place, weights=counts).astype(np.int64)
         if table in self._counts:
             old, old_counts = self._counts[table]
             if (old.dtype.kind == "i") != (new.dtype.kind == "i"):
@@ -77,8 +79,9 @@ class EncoderFit:
         self._counts[table] = (new, counts)
 
 
-def _plain_dtype(values: np.ndarray) -> type:
-    return str if values.dtype.kind in "OUS" else np.int64
+def _ids(values: np.ndarray, name: str) -> np.ndarray:
+    """Canonical ids, int64 or unicode."""
+    return canonical_ids(values, name).astype(str if values.dtype.kind in "OUS" else np.int64)
 
 
 def _vocabulary_sources(schema: Schema) -> dict[str, list[str]]:
