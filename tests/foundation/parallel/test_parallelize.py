@@ -82,6 +82,7 @@ def train_each(steps: int, configs: list[SparseConfig]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_two_ranks_equal_one_process_on_the_whole_batch(tmp_path: Path) -> None:
     losses, start, end = expected(6, lr=0.05)
     # All tables cut by rows, one of three cut, none cut: the ranks are started once for all.

@@ -90,6 +90,7 @@ def save_on_ranks(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_two_ranks_save_and_one_loads(tmp_path: Path) -> None:
     answers = on_ranks(save_on_ranks, 2, tmp_path / "ranks", str(tmp_path / "run"))
     assert all("not JSON serializable" in answer.pop("failed") for answer in answers)

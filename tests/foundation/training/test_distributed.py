@@ -84,6 +84,7 @@ def steps(data: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_two_ranks_equal_one_process_on_the_same_global_batches(tmp_path: Path) -> None:
     small_run.dataset(tmp_path / "data")
     with one_rank():
@@ -133,6 +134,7 @@ def train_on_ranks(folder: str, names: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_ranks_with_unequal_rows_stop_together_and_one_rank_goes_on(tmp_path: Path) -> None:
     small_run.dataset(tmp_path / "uneven", train_requests=25)
     small_run.dataset(tmp_path / "dry", train_requests=1)
