@@ -26,7 +26,7 @@ from foundation.data.column_types import fractional, normalized
 from foundation.data.dataset_writer import SPLITS, DatasetWriter
 from foundation.data.encoder_fit import EncoderFit
 from foundation.data.history import EventLog, History, with_histories
-from foundation.data.progress import progress
+from foundation.data.progress import progress, track
 from foundation.data.schema import Schema
 from foundation.data.sources import INPUT, PrepareError
 from foundation.data.wall_time import wall_text, wall_to_ms
@@ -137,6 +137,8 @@ def arrange(
         )
     if schema.request_id is not None:
         _check_requests(rows, schema)
+    if schema.impression_id in rows.columns:
+        _check_impressions(rows, schema.impression_id)
     start, timezone = None, schema.split.timezone if schema.split else "UTC"
     if rows_from is not None:
         start = wall_to_ms(rows_from, timezone, "rows_from")
@@ -200,8 +202,9 @@ def write_dataset(
     writer = DatasetWriter(folder, schema, row_group_rows=options.row_group_rows, part_rows=options.part_rows)
     kept = total - arranged.counts["history_only_rows"]
     try:
+        runs = builder.build_runs(folder, buckets)
         with progress("writing the dataset", kept) as advance:
-            for table in builder.tables(folder, buckets):
+            for table in builder.tables(runs):
                 statistics.update(table)
                 splits = table[SPLIT].to_numpy()
                 table = table.drop_columns([ROW, SPLIT])
@@ -257,24 +260,33 @@ class _Builder:
         for column, count in fractional(self.rows, schema, self.own).items():
             raise PrepareError(f"column {column!r} has {count} ids with a fraction; ids are whole numbers or strings")
 
-    def tables(self, folder: Path, buckets: int) -> Iterator[pa.Table]:
-        """Tables of the dataset's columns, ``_row`` and ``_split``, with ``_row`` ascending throughout."""
-        query = self._query(buckets)
-        if buckets <= 1:
-            yield from equal_chunks(self._backend.con.sql(query).to_arrow_reader(_CHUNK_ROWS), _CHUNK_ROWS)
+    def tables(self, runs: Sequence[Path]) -> Iterator[pa.Table]:
+        """Tables of the dataset's columns, ``_row`` and ``_split``, with ``_row`` ascending throughout.
+
+        Args:
+            runs: what :meth:`build_runs` wrote. They are removed.
+        """
+        if not runs:
+            yield from equal_chunks(self._backend.con.sql(self._query(1)).to_arrow_reader(_CHUNK_ROWS), _CHUNK_ROWS)
             return
-        runs = []
-        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
-        for bucket in range(buckets):
-            runs.append(folder / f"run-{bucket:05d}.arrow")
-            self._backend.raw_sql(f"SET VARIABLE {_BUCKET} = {bucket}")
-            reader = self._backend.con.sql(query).to_arrow_reader(_RUN_ROWS)
-            with pa.ipc.new_stream(str(runs[-1]), reader.schema, options=compressed) as writer:
-                for batch in reader:
-                    writer.write_batch(batch)
         yield from merge_runs(runs, ROW, _CHUNK_ROWS)
         for path in runs:
             path.unlink()
+
+    def build_runs(self, folder: Path, buckets: int) -> list[Path]:
+        """One Arrow stream per bucket of users, in the order of ``_row``; none for a single bucket."""
+        if buckets <= 1:
+            return []
+        runs = [folder / f"run-{bucket:05d}.arrow" for bucket in range(buckets)]
+        query = self._query(buckets)
+        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+        for bucket, path in enumerate(track(runs, "building histories")):
+            self._backend.raw_sql(f"SET VARIABLE {_BUCKET} = {bucket}")
+            reader = self._backend.con.sql(query).to_arrow_reader(_RUN_ROWS)
+            with pa.ipc.new_stream(str(path), reader.schema, options=compressed) as writer:
+                for batch in reader:
+                    writer.write_batch(batch)
+        return runs
 
     def _query(self, buckets: int) -> str:
         """SQL of the dataset's rows; of several buckets, those of the bucket that a DuckDB variable names."""
@@ -418,6 +430,20 @@ def _check_rows(table: ir.Table, schema: Schema) -> int:
                 f" such as {found[f'value_{i}']:g}; make it a 0/1 column"
             )
     return int(found["rows"])
+
+
+def _check_impressions(rows: ir.Table, name: str) -> None:
+    """Impression ids are integers, none null, none twice."""
+    if not rows[name].type().is_integer():
+        raise PrepareError(f"log: column {name!r} is {rows[name].type()}; impression ids are integers")
+    groups = rows.group_by(name).aggregate(rows=rows.count())
+    bad = groups.filter((groups["rows"] > 1) | groups[name].isnull())
+    sample = bad.order_by(name).limit(1).to_pyarrow().to_pylist()
+    if sample:
+        raise PrepareError(
+            f"log: impression id {sample[0][name]} (column {name!r}) is in {sample[0]['rows']} rows; ids must differ"
+            " and not be null. Leave the column out to have the rows numbered"
+        )
 
 
 def _check_requests(rows: ir.Table, schema: Schema) -> None:

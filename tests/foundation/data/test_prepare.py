@@ -259,6 +259,32 @@ def test_columns_may_be_carried_along(source: Path) -> None:
         prepare(config(source, "other", carry=["true_click"]))
 
 
+def test_histories_that_the_log_has_already_are_kept(whole: PrepareResult, tmp_path: Path) -> None:
+    parts = [str(whole.out / f["path"]) for s in whole.manifest["splits"].values() for f in s["files"]]
+    schema = str(whole.out / "schema.yaml")
+    again = prepare(PrepareConfig(schema=schema, log=parts, out=tmp_path / "again", write=WriteOptions(threads=1)))
+    assert sorted(read(again).to_pylist(), key=lambda r: r["impression_id"]) == sorted(
+        read(whole).to_pylist(), key=lambda r: r["impression_id"]
+    )
+    assert sums(again) == sums(whole)
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        (lambda n: [5, *range(1, n)], "impression id 5 (column 'impression_id') is in 2 rows"),
+        (lambda n: [None, *range(1, n)], "impression id None (column 'impression_id') is in 1 rows"),
+        (lambda n: [f"i{i}" for i in range(n)], "column 'impression_id' is string; impression ids are integers"),
+    ],
+)
+def test_impression_ids_differ(tmp_path: Path, ids: Callable[[int], list[Any]], problem: str) -> None:
+    log = raw_log(60)
+    source = write_source(tmp_path, log.append_column("impression_id", pa.array(ids(log.num_rows))))
+    with pytest.raises(PrepareError) as error:
+        prepare(config(source))
+    assert problem in str(error.value)
+
+
 def test_from_csv_with_lists_as_text(tmp_path: Path) -> None:
     """A log without requests, in CSV: text becomes lists and numbers; whole floats become ids."""
     schema = {
