@@ -64,7 +64,8 @@ def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) ->
     replaced in place by sharded ones, so `result.module` is `model` and names in `state_dict` stay as they were. Each
     rank must pass a model with equal weights, in main memory; peak memory is all tables plus this rank's share.
 
-    Gradients of tables and of dense parameters are means over ranks.
+    Gradients of tables and of dense parameters are means over ranks. Every dense parameter must take part in every
+    forward pass, an empty batch included.
 
     Args:
         model: has its tables in TorchRec `EmbeddingCollection` or `EmbeddingBagCollection` modules, on CPU.
@@ -87,7 +88,7 @@ def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) ->
         plan=sharding_plan(collections, config, device, sharders),
         sharders=sharders,
         init_data_parallel=False,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
     )
     load_tables(sharded, weights)
     reset_momentum(sharded, config)

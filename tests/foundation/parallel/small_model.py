@@ -60,7 +60,6 @@ class SmallModel(nn.Module):
         )
         self.hidden = nn.Linear(20, 16)
         self.out = nn.Linear(16, 1)
-        self.unused = nn.Linear(2, 2)
 
     def forward(self, batch: SmallBatch) -> torch.Tensor:
         """Logits `[R]`."""
