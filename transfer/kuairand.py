@@ -77,13 +77,13 @@ def study(config: StudyConfig) -> dict[str, Any]:
     show(config, "kuairand")
     dataset = config.out / "dataset"
     _unless(dataset / "dataset.json", lambda: prepare_kuairand(KuaiRandConfig(source=config.source, out=dataset)))
-    results: dict[str, Any] = {"teacher": {}, "students": {}}
+    results: dict[str, Any] = {"teacher": {}, "students": {}, "pooled": {}}
     for seed in config.seeds:
         folder = config.out / f"seed-{seed}"
         with quiet():
             _build(config, dataset, folder, seed)
         results["teacher"][seed] = teacher_metrics(Dataset.open(dataset), folder / "predictions.parquet")
-        results["students"][seed] = _students(config, Dataset.open(dataset), folder)
+        results["students"][seed], results["pooled"][seed] = _students(config, Dataset.open(dataset), folder)
     atomic_write(config.out / "results.json", json.dumps(_plain(results), indent=1))
     page = results_page(results)
     atomic_write(config.out / "results.md", page)
@@ -135,9 +135,12 @@ def teacher_metrics(dataset: Dataset, predictions: Path) -> dict[str, dict[str, 
     return found
 
 
-def _students(config: StudyConfig, dataset: Dataset, folder: Path) -> dict[str, StudentRow]:
-    """Metrics of every surface's students, and how far exported and served scores are from PyTorch's."""
-    rows = {}
+def _students(config: StudyConfig, dataset: Dataset, folder: Path) -> tuple[dict[str, StudentRow], dict[str, float]]:
+    """Metrics of every surface's students, and how far exported and served scores are from PyTorch's.
+
+    Besides them the AUC of the first task over the rows of all surfaces, by the students and by their exported models.
+    """
+    rows, pooled = {}, []
     with running_server(folder / "models", folder / "serve.log") as server:
         for surface in config.surfaces:
             students = {kind: load_student(_student(folder, surface, kind)) for kind in STUDENTS}
@@ -159,6 +162,7 @@ def _students(config: StudyConfig, dataset: Dataset, folder: Path) -> dict[str, 
                 probabilities = answer["ranked"][0]["probabilities"]
                 served = np.array([probabilities[task] for task in dataset.schema.task_names])
                 worst = max(worst, float(np.abs(served - onnx[index]).max()))
+            pooled.append((ours[:, 0], onnx[:, 0], label[:, 0]))
             metrics = {kind: s.metrics["test"] for kind, s in students.items()}
             rows[surface] = StudentRow(
                 ne={kind: {t: m[t][surface]["ne"] for t in m} for kind, m in metrics.items()},
@@ -167,10 +171,12 @@ def _students(config: StudyConfig, dataset: Dataset, folder: Path) -> dict[str, 
                 rows=len(label),
                 auc_torch=auc(ours[:, 0], label[:, 0]),
                 auc_onnx=auc(onnx[:, 0], label[:, 0]),
+                pair=1 / float(label[:, 0].sum() * (1 - label[:, 0]).sum()),
                 served_rows=len(chosen),
                 served_diff=worst,
             )
-    return rows
+    all_ours, all_onnx, all_labels = map(np.concatenate, zip(*pooled, strict=True))
+    return rows, {"torch": auc(all_ours, all_labels), "onnx": auc(all_onnx, all_labels)}
 
 
 _IN_ORDER = ReaderConfig(batch_size=2048, shuffle_window=0, workers=0)

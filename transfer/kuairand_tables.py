@@ -12,8 +12,9 @@ from typing import Any
 class StudentRow:
     """One surface and seed: test NE and AUC by kind of student and task, the teacher's NE by task, and parity.
 
-    ``auc_torch`` and ``auc_onnx`` are of the first task over all ``rows`` of the surface; ``served_diff`` is the
-    largest difference between a served and an exported probability over ``served_rows`` rows.
+    ``auc_torch`` and ``auc_onnx`` are of the first task over all ``rows`` of the surface; one pair of a positive and
+    a negative row weighs ``pair`` of them. ``served_diff`` is the largest difference between a served and an exported
+    probability over ``served_rows`` rows.
     """
 
     ne: dict[str, dict[str, float | None]]
@@ -22,6 +23,7 @@ class StudentRow:
     rows: int
     auc_torch: float
     auc_onnx: float
+    pair: float
     served_rows: int
     served_diff: float
 
@@ -31,7 +33,7 @@ class StudentRow:
 
 
 def results_page(results: Mapping[str, Any]) -> str:
-    """All tables of a study: `teacher` and `students`, each by seed."""
+    """All tables of a study: `teacher`, `students` and `pooled`, each by seed."""
     teacher, students = results["teacher"], results["students"]
     seeds = list(teacher)
     return "\n\n".join(
@@ -42,8 +44,10 @@ def results_page(results: Mapping[str, Any]) -> str:
             _teacher_surfaces(teacher),
             "Students, NE on the test rows of their surface (calibrated on validation)",
             _students(students),
-            "Exported and served, first task",
+            "Exported and served, first task; a pair is one positive and one negative row, in AUC",
             _parity(students),
+            "Exported, first task, test rows of all surfaces together: AUC",
+            _pooled(results["pooled"]),
         ]
     )
 
@@ -87,15 +91,23 @@ def _students(students: Mapping[Any, Mapping[str, StudentRow]]) -> str:
 
 def _parity(students: Mapping[Any, Mapping[str, StudentRow]]) -> str:
     lines = [
-        "| seed | surface | test rows | AUC PyTorch | AUC ONNX | difference | served rows | served difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "| seed | surface | test rows | AUC PyTorch | AUC ONNX | difference | a pair | served rows | served diff. |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for seed, rows in students.items():
         for surface, r in rows.items():
             lines.append(
                 f"| {seed} | {surface} | {r.rows:,} | {r.auc_torch:.8f} | {r.auc_onnx:.8f} "
-                f"| {abs(r.auc_torch - r.auc_onnx):.1e} | {r.served_rows:,} | {r.served_diff:.1e} |"
+                f"| {abs(r.auc_torch - r.auc_onnx):.1e} | {r.pair:.1e} | {r.served_rows:,} | {r.served_diff:.1e} |"
             )
+    return "\n".join(lines)
+
+
+def _pooled(pooled: Mapping[Any, Mapping[str, float]]) -> str:
+    lines = ["| seed | PyTorch | ONNX | difference |", "|---|---|---|---|"]
+    for seed, auc in pooled.items():
+        difference = abs(auc["torch"] - auc["onnx"])
+        lines.append(f"| {seed} | {auc['torch']:.8f} | {auc['onnx']:.8f} | {difference:.1e} |")
     return "\n".join(lines)
 
 

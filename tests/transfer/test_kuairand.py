@@ -51,6 +51,7 @@ def student_row(ne: float) -> StudentRow:
         rows=10,
         auc_torch=0.75,
         auc_onnx=0.75000001,
+        pair=0.04,
         served_rows=5,
         served_diff=1e-8,
     )
@@ -63,9 +64,11 @@ def test_tables_hold_means_over_seeds_and_leave_out_what_is_not_defined() -> Non
         {
             "teacher": {0: {"click": {"all": slice_, "1": slice_}}, 1: {"click": {"all": other, "1": other}}},
             "students": {0: {"1": student_row(0.9)}, 1: {"1": student_row(0.8)}},
+            "pooled": {0: {"torch": 0.75, "onnx": 0.75}, 1: {"torch": 0.75, "onnx": 0.75000002}},
         }
     )
     assert "| click | 0.7500 ± 0.0707 | 0.6000 ± 0.0000 | 0.9000 ± 0.0000 | 1.0000 ± 0.0000 |" in page
     assert "| 1 | click | 0.9500 ± 0.0707 | 0.8500 ± 0.0707 | 0.1000 ± 0.0000 | 0.8000 ± 0.0000 |" in page
     assert "| 1 | like |" not in page
-    assert "| 0 | 1 | 10 | 0.75000000 | 0.75000001 | 1.0e-08 | 5 | 1.0e-08 |" in page
+    assert "| 0 | 1 | 10 | 0.75000000 | 0.75000001 | 1.0e-08 | 4.0e-02 | 5 | 1.0e-08 |" in page
+    assert "| 1 | 0.75000000 | 0.75000002 | 2.0e-08 |" in page
