@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 
 from foundation.data.arrow_columns import column_roles, to_column
 from foundation.data.column_types import fractional, normalized
-from foundation.data.dataset_writer import SPLITS, DatasetWriter
+from foundation.data.dataset import SPLITS
+from foundation.data.dataset_writer import DatasetWriter
 from foundation.data.encoder_fit import EncoderFit
 from foundation.data.history import EventLog, History, with_histories
 from foundation.data.progress import progress, track

@@ -19,13 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from foundation.data.dataset import FORMAT, MANIFEST, SPLITS
 from foundation.data.encoding import Encoder
 from foundation.data.files import atomic_write, sha256_file
 from foundation.data.schema import Schema
-
-FORMAT = 1
-SPLITS = ("train", "validation", "test")
-MANIFEST = "dataset.json"
 
 
 @dataclass

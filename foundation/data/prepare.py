@@ -17,7 +17,7 @@ import ibis
 import ibis.expr.types as ir
 
 from foundation.data.build import REQUEST_TIME, Arranged, WriteOptions, arrange, write_dataset
-from foundation.data.dataset_writer import MANIFEST
+from foundation.data.dataset import MANIFEST
 from foundation.data.expressions import condition, names_in
 from foundation.data.files import atomic_dir
 from foundation.data.history import History
