@@ -189,8 +189,12 @@ class Schema:
 
     @property
     def hash(self) -> str:
-        """16 hex digits that change with any field of the schema."""
-        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        """16 hex digits of all that differs from the defaults: a field added later, at its default, changes nothing.
+
+        Hence a default never changes; a new meaning takes a new field. The order of features, sequences, attributes,
+        tasks and surface values counts, because tensors are laid out by it; that of tables and of keys does not.
+        """
+        canonical = json.dumps(_differing(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def table(self, name: str) -> Table:
@@ -267,6 +271,19 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _differing(value: Any) -> Any:
+    """The plain values of a schema that are not at their defaults, tables by name."""
+    if hasattr(value, "__dataclass_fields__"):
+        parts = ((f, getattr(value, f.name)) for f in fields(value) if f.compare)
+        kept = {f.name: part for f, part in parts if part != f.default}
+        if isinstance(value, Schema):
+            kept["tables"] = tuple(sorted(value.tables, key=lambda table: table.name))
+        return {name: _differing(part) for name, part in kept.items()}
+    if isinstance(value, tuple):
+        return [_differing(part) for part in value]
+    return value
+
+
 class _SchemaParser:
     """Turns plain values into a Schema; every complaint names the source and the key."""
 
@@ -325,12 +342,15 @@ class _SchemaParser:
                 raise self.fail(f"{prefix}{name}", "is missing")
             if name in given:
                 self._check_type(given[name], types[name], f"{prefix}{name}")
-        return kind(**given)
+        # 2 and 2.0 are the same content, and so hash alike.
+        return kind(**{name: float(value) if types[name] is float else value for name, value in given.items()})
 
     def _check_type(self, value: object, expected: Any, key: str) -> None:
         options = get_args(expected)
         if expected is float:
             expected = (int, float)
+            if isinstance(value, expected) and not abs(value) < 1e300:
+                raise self.fail(key, f"expected a finite number, got {value!r:.40}")
         if expected in (int, str, bool, (int, float)):
             if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
                 name = getattr(expected, "__name__", "number")

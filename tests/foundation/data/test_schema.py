@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from foundation.data.schema import Schema, SchemaError
+from foundation.data.schema import Schema, SchemaError, Task
 
 EXAMPLE: dict[str, Any] = {
     "name": "example",
@@ -65,6 +66,54 @@ def test_hash_sees_every_field() -> None:
     assert Schema.from_dict(changed).hash != Schema.from_dict(EXAMPLE).hash
 
 
+def test_hash_is_that_of_earlier_versions() -> None:
+    """Datasets and models on disk hold it; a change here makes them all unreadable."""
+    assert Schema.from_dict(EXAMPLE).hash == "efffa8cb632e3bf6"
+
+
+def test_a_field_added_at_its_default_leaves_the_hash() -> None:
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Later(Task):
+        window_days: int = 7
+
+    def with_tasks(**changes: int) -> Schema:
+        schema = Schema.from_dict(EXAMPLE)
+        later = (Later(**{f.name: getattr(t, f.name) for f in fields(t)}, **changes) for t in schema.tasks)
+        return replace(schema, tasks=tuple(later))
+
+    assert with_tasks().hash == with_tasks(window_days=7).hash == Schema.from_dict(EXAMPLE).hash
+    assert with_tasks(window_days=8).hash != with_tasks().hash
+
+
+def reordered(data: Any) -> Any:
+    """The same mapping with the keys of every level the other way round."""
+    return {k: reordered(v) for k, v in reversed(data.items())} if isinstance(data, dict) else data
+
+
+def test_hash_sees_an_order_only_where_it_has_a_meaning() -> None:
+    want = Schema.from_dict(EXAMPLE).hash
+    assert Schema.from_dict(EXAMPLE | {"tables": reordered(EXAMPLE["tables"])}).hash == want
+    same = reordered(EXAMPLE)
+    for group in ("features", "sequences", "tasks"):
+        same[group] = {name: reordered(entry) for name, entry in EXAMPLE[group].items()}
+    assert Schema.from_dict(same).hash == want
+    for group in ("features", "tasks"):  # their columns of a tensor are numbered in this order
+        other = copy.deepcopy(EXAMPLE)
+        other["tasks"]["conversion"].pop("given")
+        before = Schema.from_dict(other).hash
+        other[group] = dict(reversed(other[group].items()))
+        assert Schema.from_dict(other).hash != before
+
+
+def test_defaults_and_whole_numbers_may_be_written_out() -> None:
+    written = copy.deepcopy(EXAMPLE)
+    written["tasks"] = {
+        "click": {"label": "click", "weight": 1, "delay_hours": 0},
+        "conversion": {"given": "click", "delay_hours": 24.0},
+    }
+    assert Schema.from_dict(written).hash == Schema.from_dict(EXAMPLE).hash
+
+
 FAULTS = [
     ("tables.item.dim", lambda d: d["tables"]["item"].update(dim=0)),
     ("tables.item.dim", lambda d: d["tables"]["item"].update(dim="wide")),
@@ -86,6 +135,8 @@ FAULTS = [
         ),
     ),
     ("tasks.conversion.given", lambda d: d["tasks"]["conversion"].update(given="buy")),
+    ("tasks.click.weight", lambda d: d["tasks"]["click"].update(weight=float("nan"))),
+    ("tasks.click.weight", lambda d: d["tasks"]["click"].update(weight=10**400)),
     ("tasks", lambda d: d.pop("tasks")),
     ("tables", lambda d: d.update(tables=[])),
     ("surface.values", lambda d: d["surface"].update(values="feed")),
