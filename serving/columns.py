@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from foundation.data.encoding import Column
+from foundation.data.ids import spelt_integer
 from serving.codec import shorten
 from serving.errors import invalid
 
@@ -33,8 +34,21 @@ def id_column(values: list[Any], place: Callable[[int], str], takes: type | None
 
     Args:
         values: one per row. place: names a row in errors.
-        takes: int or str where only that type fits; None where the first id of the column decides.
+        takes: int or str where only that type fits, but for strings that spell an integer, as clients write ids that
+            JavaScript cannot hold; None where the first id of the column decides.
     """
+    if takes is int and any(type(value) is str for value in values):
+        spelt = [spelt_integer(value) if type(value) is str else value for value in values]
+        values = [new if new is not None else old for new, old in zip(spelt, values, strict=True)]
+    return _ids(values, place, takes)
+
+
+def time_column(values: list[Any], place: Callable[[int], str]) -> Column:
+    """Times as integers; None is missing."""
+    return _ids(values, place, int)
+
+
+def _ids(values: list[Any], place: Callable[[int], str], takes: type | None) -> Column:
     valid = _valid(values)
     given = values if valid is None else [value for value in values if value is not None]
     types = set(map(type, given))

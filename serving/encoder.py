@@ -20,7 +20,7 @@ import numpy as np
 from foundation.data.encoding import Column, EncodedRows, Encoder, encode_rows, model_inputs
 from foundation.data.schema import UNKNOWN_ROW, Feature, Schema, Sequence
 from serving.codec import shorten
-from serving.columns import Place, id_column, list_column, number_column, take_events
+from serving.columns import Place, id_column, list_column, number_column, take_events, time_column
 from serving.errors import Reason, ServingError, invalid
 
 TIME = "time_ms"
@@ -211,21 +211,13 @@ class RequestEncoder:
         if stamp.column not in filled:
             filled[stamp.column] = request.time_ms // (1000 if stamp.unit == "s" else 1)
         if surface not in filled:
-            name = request.surface or self._surface
-            integers = any(self._takes(f.table) is int for f in self._sides["context"] if f.column == surface)
-            filled[surface] = int(name) if integers and name.isdecimal() else name
+            filled[surface] = request.surface or self._surface
         return filled
 
     def _takes(self, table: str | None) -> type | None:
-        """int or str where the ids of a table have one type; None where a hash takes either."""
-        if table is None:
-            return None
-        kind = self._schema.table(table).kind
-        if kind == "hash":
-            return None
-        if kind == "vocabulary" and len(self._encoder.vocabularies[table]):
-            return int if self._encoder.vocabularies[table].dtype.kind == "i" else str
-        return int if kind == "range" else None
+        """int or str, as the ids of a table were in training; None where that is not known."""
+        known = None if table is None else self._encoder.id_type(table)
+        return None if known is None else {"integer": int, "string": str}[known]
 
     def _columns(
         self,
@@ -270,7 +262,7 @@ class RequestEncoder:
         known = (*(a.name for a in sequence.attributes), TIME)
         lists, count, name = _event_lists(sequence.name, request.history.get(sequence.name), known, unknown)
         empty = [None] * count
-        moments = id_column(lists.get(TIME, empty), Place(TIME, name), int)
+        moments = time_column(lists.get(TIME, empty), Place(TIME, name))
         timed = np.ones(count, bool) if moments.valid is None else moments.valid
         keep = np.flatnonzero(~(timed & (moments.values >= request.time_ms)))
         counts.future_events += count - len(keep)

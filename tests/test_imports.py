@@ -19,7 +19,7 @@ ALLOWED = {
     "foundation": ("foundation", "kernels"),
     "value_models": ("value_models", "kernels", "foundation.data"),
     "transfer": ("transfer", "foundation", "value_models"),
-    "serving": ("serving", "foundation.data.schema", "foundation.data.encoding"),
+    "serving": ("serving", "foundation.data.schema", "foundation.data.encoding", "foundation.data.ids"),
 }
 # Distributions that are not called like their package.
 DISTRIBUTIONS = {

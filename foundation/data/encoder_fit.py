@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from foundation.data.encoding import Column, Encoder, EncodingError, as_floats, transform_dense
-from foundation.data.ids import canonical_ids
+from foundation.data.ids import IdType, canonical_ids
 from foundation.data.schema import FIRST_ROW, Feature, Schema
 
 
@@ -24,12 +24,16 @@ class EncoderFit:
         self._counts: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._moments: dict[str, tuple[int, float, float]] = {}
         self._sources = _vocabulary_sources(schema)
+        self._hashed = _hash_sources(schema)
+        self._hash_ids: dict[str, tuple[IdType, str]] = {}
 
     def update(self, columns: Mapping[str, Column]) -> None:
         """Adds the rows of one chunk; ``columns`` is keyed by column name."""
         for table, names in self._sources.items():
             for name in names:
                 self._count(table, columns[name], name)
+        for name, table in self._hashed:
+            self._note_type(table, columns[name], name)
         for feature in self.schema.features:
             if feature.transform in ("standardize", "log1p_standardize"):
                 self._moments[feature.name] = _merge_moments(
@@ -47,7 +51,7 @@ class EncoderFit:
         for name, (count, mean, squares) in self._moments.items():
             deviation = float(np.sqrt(squares / count)) if count else 0.0
             statistics[name] = (mean, deviation if deviation > 1e-9 * abs(mean) else 1.0)
-        return Encoder(self.schema, vocabularies, statistics)
+        return Encoder(self.schema, vocabularies, statistics, {t: kind for t, (kind, _) in self._hash_ids.items()})
 
     @staticmethod
     def _limit(values: np.ndarray, counts: np.ndarray, min_count: int, rows: int | None) -> np.ndarray:
@@ -58,6 +62,18 @@ class EncoderFit:
             order = np.lexsort((np.arange(len(values)), -counts))[: rows - FIRST_ROW]
             values = values[np.sort(order)]
         return values
+
+    def _note_type(self, table: str, column: Column, name: str) -> None:
+        """Remembers whether the ids of a hash table are integers or strings."""
+        if not len(column.values) or (column.valid is not None and not column.valid.any()):
+            return
+        kind: IdType = "string" if column.dictionary is not None or column.values.dtype.kind in "OUS" else "integer"
+        known, first = self._hash_ids.setdefault(table, (kind, name))
+        if known != kind:
+            raise EncodingError(
+                f"{name}: has {kind} ids, but {first} has {known} ids in the same table {table}, where 7 and '7' are "
+                "different ids; cast one of the columns, or give it a table of its own"
+            )
 
     def _count(self, table: str, column: Column, name: str) -> None:
         values = column.values if column.valid is None else column.values[column.valid]
@@ -96,6 +112,13 @@ def _vocabulary_sources(schema: Schema) -> dict[str, list[str]]:
             if attribute.table in wanted and attribute.table not in {f.table for f in schema.features}:
                 sources[attribute.table].append(attribute.column)
     return {table: list(dict.fromkeys(names)) for table, names in sources.items()}
+
+
+def _hash_sources(schema: Schema) -> list[tuple[str, str]]:
+    """Each column whose ids are hashed, with its table."""
+    uses = [(f.column, str(f.table)) for f in schema.features if f.table is not None]
+    uses += [(a.column, a.table) for s in schema.sequences for a in s.attributes]
+    return [(column, table) for column, table in dict.fromkeys(uses) if schema.table(table).kind == "hash"]
 
 
 def _merge_moments(before: tuple[int, float, float], feature: Feature, column: Column) -> tuple[int, float, float]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from foundation.data.ids import VocabularyIndex, canonical_ids, hash_rows, range_rows
+from foundation.data.ids import IdType, VocabularyIndex, as_id_type, canonical_ids, hash_rows, id_type, range_rows
 from foundation.data.jagged import jagged_index, pad
 from foundation.data.schema import FIRST_ROW, MISSING_ROW, UNKNOWN_ROW, Feature, Schema, Sequence
 
@@ -120,6 +120,8 @@ class Encoder:
         schema: the dataset's schema.
         vocabularies: sorted distinct ids of each ``vocabulary`` table, int64 or unicode.
         statistics: mean and standard deviation of each standardised dense feature.
+        hash_ids: whether the training rows had integers or strings in each ``hash`` table. 7 and "7" are different
+            ids with different rows; a table left out takes both.
     """
 
     def __init__(
@@ -127,16 +129,25 @@ class Encoder:
         schema: Schema,
         vocabularies: Mapping[str, np.ndarray],
         statistics: Mapping[str, tuple[float, float]],
+        hash_ids: Mapping[str, IdType],
     ) -> None:
         self.schema = schema
         self.vocabularies = dict(vocabularies)
         self.statistics = dict(statistics)
+        self.hash_ids = dict(hash_ids)
         self.counters: dict[str, dict[str, int]] = defaultdict(lambda: {"missing": 0, "unknown": 0})
         self._tables = {t.name: t for t in schema.tables}
         self._index = {name: VocabularyIndex(v) for name, v in self.vocabularies.items()}
         for table in schema.tables:
             if table.kind == "vocabulary" and table.name not in self._index:
                 raise EncodingError(f"table {table.name}: the encoder holds no vocabulary for it")
+
+    def id_type(self, table: str) -> IdType | None:
+        """The type of a table's ids; None where there were no training rows to tell."""
+        kind = self._tables[table].kind
+        if kind == "vocabulary":
+            return id_type(self.vocabularies[table]) if len(self.vocabularies[table]) else None
+        return "integer" if kind == "range" else self.hash_ids.get(table)
 
     @property
     def table_rows(self) -> dict[str, int]:
@@ -148,18 +159,19 @@ class Encoder:
 
     @property
     def hash(self) -> str:
-        """16 hex digits that change with any vocabulary, statistic or the schema."""
+        """16 hex digits that change with any vocabulary, statistic, type of ids or the schema."""
         digest = hashlib.sha256(self.schema.hash.encode())
         for name in sorted(self.vocabularies):
             digest.update(name.encode() + b"\0")
             values = self.vocabularies[name]
             digest.update(values.tobytes() if values.dtype.kind == "i" else "\0".join(values).encode())
-        digest.update(json.dumps(self.statistics, sort_keys=True).encode())
+        digest.update(json.dumps([self.statistics, self.hash_ids], sort_keys=True).encode())
         return digest.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
-        """Writes vocabularies and statistics as an ``.npz`` file without pickled objects."""
-        meta = json.dumps({"schema_hash": self.schema.hash, "statistics": self.statistics}, sort_keys=True)
+        """Writes vocabularies, statistics and types of ids as an ``.npz`` file without pickled objects."""
+        facts = {"schema_hash": self.schema.hash, "statistics": self.statistics, "hash_ids": self.hash_ids}
+        meta = json.dumps(facts, sort_keys=True)
         arrays: dict[str, Any] = {f"vocabulary.{name}": v for name, v in self.vocabularies.items()}
         with open(path, "wb") as file:
             np.savez_compressed(file, meta=np.frombuffer(meta.encode(), dtype=np.uint8), **arrays)
@@ -171,18 +183,19 @@ class Encoder:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
             meta = json.loads(arrays.pop("meta").tobytes())
+            made_for, hash_ids = str(meta["schema_hash"]), dict(meta["hash_ids"])
+            statistics = {name: (float(pair[0]), float(pair[1])) for name, pair in meta["statistics"].items()}
         except FileNotFoundError:
             raise EncodingError(f"{path}: no such encoder file") from None
         except Exception as error:  # zip, numpy and json each have their own errors for a broken file
-            raise EncodingError(f"{path}: not an encoder file, or a damaged one: {error}") from None
-        if meta["schema_hash"] != schema.hash:
+            raise EncodingError(f"{path}: not an encoder file, or a damaged one: {error!r}") from None
+        if made_for != schema.hash:
             raise EncodingError(
-                f"{path}: made for schema {meta['schema_hash']}, not {schema.hash} ({schema.source}); "
+                f"{path}: made for schema {made_for}, not {schema.hash} ({schema.source}); "
                 "prepare the dataset again or use the schema saved beside the encoder"
             )
         vocabularies = {name.removeprefix("vocabulary."): values for name, values in arrays.items()}
-        statistics = {name: (pair[0], pair[1]) for name, pair in meta["statistics"].items()}
-        return Encoder(schema, vocabularies, statistics)
+        return Encoder(schema, vocabularies, statistics, hash_ids)
 
     def encode_ids(self, table_name: str, column: Column, key: str) -> np.ndarray:
         """Embedding rows int64 of a column's values; missing and unknown ids are counted under ``key``."""
@@ -209,19 +222,12 @@ class Encoder:
         if not len(values):
             return np.zeros(0, dtype=np.int64)
         table = self._tables[table_name]
-        ids = canonical_ids(values, key)
+        ids = as_id_type(canonical_ids(values, key), self.id_type(table_name), key, table_name)
         if table.kind == "hash":
             return hash_rows(ids, int(table.rows or 0), table.seed)
-        strings = ids.dtype.kind != "i"
         if table.kind == "range":
-            if strings:
-                raise EncodingError(f"{key}: table {table_name} takes integer ids, got strings")
             return range_rows(ids, int(table.rows or 0))
-        index = self._index[table_name]
-        if strings != index.holds_strings and len(index.vocabulary):
-            have, want = ("strings", "integers") if strings else ("integers", "strings")
-            raise EncodingError(f"{key}: the vocabulary of table {table_name} holds {want}, got {have}")
-        return index.rows(ids)
+        return self._index[table_name].rows(ids)
 
     def encode_dense(self, feature: Feature, column: Column) -> np.ndarray:
         """Transformed numbers, float32 ``[rows, dim]``; null, NaN and infinite values become 0, counted."""

@@ -5,6 +5,9 @@ Row 0 is "missing", row 1 is "unknown", known ids start at row 2. The same code 
 
 from __future__ import annotations
 
+import re
+from typing import Literal
+
 import numpy as np
 import xxhash
 
@@ -19,6 +22,10 @@ _PRIME5 = np.uint64(0x27D4EB2F165667C5)
 # A vocabulary of integers whose span is at most this many times its size is looked up in a plain array.
 _DIRECT_SPAN = 16
 _DIRECT_LEAST = 1 << 22
+
+
+IdType = Literal["integer", "string"]
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
 
 def canonical_ids(values: np.ndarray, name: str) -> np.ndarray:
@@ -48,6 +55,39 @@ def canonical_ids(values: np.ndarray, name: str) -> np.ndarray:
             raise ValueError(f"{name}: ids must be whole numbers or strings, got {values[bad][0]:g}")
         return whole
     raise ValueError(f"{name}: ids must be integers or strings, got {values.dtype}")
+
+
+def id_type(ids: np.ndarray) -> IdType:
+    """The type of canonical ids."""
+    return "integer" if ids.dtype.kind == "i" else "string"
+
+
+def spelt_integer(text: str) -> int | None:
+    """The int64 that ``text`` spells as Python prints it; None for any other text, such as ``007`` or ``7.0``."""
+    number = int(text) if _INTEGER.fullmatch(text) else None
+    return number if number is not None and -(2**63) <= number < 2**63 else None
+
+
+def as_id_type(ids: np.ndarray, wanted: IdType | None, name: str, table: str) -> np.ndarray:
+    """Canonical ids ``[n]`` as the type that a table was fitted with; ``None``: as they are.
+
+    A string that spells an integer is that integer. An integer is no string: ``7`` may stand for ``"7"`` or ``"007"``.
+
+    Raises:
+        ValueError: an id that has no such form; the message names ``name``, the table and the id.
+    """
+    if wanted in (None, id_type(ids)) or not len(ids):
+        return ids
+    if wanted == "string":
+        raise ValueError(
+            f"{name}: table {table} holds string ids, got the integer {ids[0]}; "
+            "give ids as strings, spelt as in the training rows"
+        )
+    numbers = [spelt_integer(text) for text in ids.tolist()]
+    if None in numbers:
+        text = str(ids[numbers.index(None)])
+        raise ValueError(f"{name}: table {table} holds integer ids, got the string {text!r:.60}")
+    return np.array(numbers, dtype=np.int64)
 
 
 def xxhash64_int64(values: np.ndarray, seed: int) -> np.ndarray:

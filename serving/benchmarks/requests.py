@@ -57,7 +57,8 @@ def rank_request(model: ServedModel, candidates: int, seed: int = 0) -> dict[str
         if table in model.encoder.vocabularies:
             vocabulary = model.encoder.vocabularies[table]
             return vocabulary[random.integers(len(vocabulary))].item() if len(vocabulary) else 0
-        return int(random.integers(int(schema.table(table).rows or 3) - 2))
+        number = int(random.integers(int(schema.table(table).rows or 3) - 2))
+        return str(number) if model.encoder.id_type(table) == "string" else number
 
     def value(feature: Feature) -> dict[str, Any]:
         if feature.kind == "categorical":

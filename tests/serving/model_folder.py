@@ -76,7 +76,7 @@ def encoder() -> Encoder:
         "topic": np.array(list("abcdefgh")),
         "tab": np.array(["feed", "reels"]),
     }
-    return Encoder(schema(), vocabularies, {"age": (40.0, 10.0)})
+    return Encoder(schema(), vocabularies, {"age": (40.0, 10.0)}, {"user": "integer"})
 
 
 def random_inputs(requests: int, rows: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -125,7 +125,8 @@ def test_outcomes_that_are_not_known_yet_are_missing() -> None:
     changed = copy.deepcopy(SCHEMA)
     changed["sequences"]["watched"]["attributes"]["action"]["known_after_hours"] = 1
     late = Schema.from_dict(changed, "tests")
-    made = RequestEncoder(late, Encoder(late, encoder().vocabularies, encoder().statistics), "feed", ())
+    e = encoder()
+    made = RequestEncoder(late, Encoder(late, e.vocabularies, e.statistics, e.hash_ids), "feed", ())
     body = raw_request(1)
     hour = 3_600_000
     body["history"]["watched"] = [
@@ -145,10 +146,27 @@ def test_whole_floats_and_booleans_are_ids() -> None:
     assert inputs["video_id"][0] == 7 and inputs["watched.action"][0, 0] == 3
 
 
-def test_string_ids_of_a_hash_table() -> None:
+def test_strings_that_spell_integers_are_those_integers() -> None:
+    """Some clients cannot hold 64-bit integers and send them as strings."""
+    numbers, texts = raw_request(2), raw_request(2)
+    texts["user"]["user_id"] = str(numbers["user"]["user_id"])
+    texts["candidates"][1]["video_id"] = str(numbers["candidates"][1]["video_id"])
+    for event in texts["history"]["watched"]:
+        event["item"] = str(event["item"])
+    want = encode(numbers)[0]
+    for name, array in encode(texts)[0].items():
+        np.testing.assert_array_equal(array, want[name], err_msg=name)
+
+
+def test_hash_tables_keep_the_type_of_their_ids() -> None:
+    e = encoder()
+    made = RequestEncoder(schema(), Encoder(schema(), e.vocabularies, e.statistics, {"user": "string"}), "feed", ())
     body = raw_request(1)
-    body["user"]["user_id"] = "u7"
-    assert encode(body)[0]["user_id"][0] >= 2
+    body["candidates"][0].pop("bid", None)
+    with pytest.raises(ServingError, match=r"^user\.user_id: expected a string, got 7$"):
+        made.encode(RankRequest.parse(body, 100), Counts(), True)
+    body["user"]["user_id"] = "7"
+    assert made.encode(RankRequest.parse(body, 100), Counts(), True)["user_id"] != encode(body)[0]["user_id"]
 
 
 @pytest.mark.parametrize(
@@ -171,11 +189,14 @@ def test_string_ids_of_a_hash_table() -> None:
         (("user", "age", "x"), "user.age: expected a number, got 'x'"),
         (("user", "age", 1e300), "user.age: the number is too large"),
         (("user", "price", 3), "user.price: is not a known field; known fields: age, user_id"),
-        (("user", "user_id", {}), "user.user_id: expected an integer or a string, got an object of 0 fields"),
+        (("user", "user_id", {}), "user.user_id: expected an integer, got an object of 0 fields"),
+        (("user", "user_id", "u7"), "user.user_id: expected an integer, got 'u7'"),
+        (("user", "user_id", "007"), "user.user_id: expected an integer, got '007'"),
         (("context", "tab", 3), "context.tab: expected a string, got 3"),
         (("context", "hour", 3), "context.hour: is not a known field"),
         (("history", "watched", 1, "item", "x"), "history.watched[1].item: expected an integer, got 'x'"),
         (("history", "watched", 1, "time_ms", "x"), "history.watched[1].time_ms: expected an integer"),
+        (("history", "watched", 1, "time_ms", "7"), "history.watched[1].time_ms: expected an integer, got '7'"),
         (("history", "watched", 1, 3), "history.watched[1]: expected an object, got 3"),
         (("history", "watched", 1, "colour", 3), "history.watched[1].colour: is not a known field"),
         (("history", "watched", {"item": [1], "action": []}), "history.watched: its lists must have one length"),

@@ -52,7 +52,7 @@ def schema() -> Schema:
 
 def encoder() -> Encoder:
     """An encoder for the schema; it has no vocabularies to learn."""
-    return Encoder(schema(), {}, {})
+    return Encoder(schema(), {}, {}, {})
 
 
 def rows(rng: np.random.Generator, count: int, side: str) -> EncodedRows:

@@ -92,8 +92,9 @@ def test_weights_out_of_range(tmp_path: Path, key: str, value: float | None, mes
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("item_id", ["a"] * ROWS, "item_id: the vocabulary of table item holds integers, got strings"),
-        ("hour", ["ten"] * ROWS, "hour: table hour takes integer ids, got strings"),
+        ("item_id", ["a"] * ROWS, "item_id: table item holds integer ids, got the string 'a'"),
+        ("user_id", [7] * ROWS, "user_id: table user holds string ids, got the integer 7"),
+        ("hour", ["ten"] * ROWS, "hour: table hour holds integer ids, got the string 'ten'"),
         ("item_id", [2**63 + 5] * ROWS, "item_id: id 9223372036854775813 does not fit into int64"),
         ("item_id", [1.5] * ROWS, "item_id: ids must be whole numbers or strings, got 1.5"),
     ],
