@@ -15,11 +15,11 @@ import onnxruntime as ort
 
 from foundation.data.encoding import Encoder, EncodingError, TensorSpec, model_signature
 from foundation.data.schema import Schema, SchemaError
+from foundation.data.value_expression import ValueExpression, ValueExpressionError
 from serving.codec import datatype_of
 from serving.encoder import RequestEncoder
 from serving.errors import Reason, ServingError, invalid
 from serving.manifest import MODEL, Manifest, ModelError
-from serving.value import ValueExpression, ValueExpressionError
 
 GOLDEN_TOLERANCE = 1e-5
 """Largest allowed difference between a golden score and its replay; the bound of the exporter's parity gate."""

@@ -19,7 +19,13 @@ ALLOWED = {
     "foundation": ("foundation", "kernels"),
     "value_models": ("value_models", "kernels", "foundation.data"),
     "transfer": ("transfer", "foundation", "value_models"),
-    "serving": ("serving", "foundation.data.schema", "foundation.data.encoding", "foundation.data.ids"),
+    "serving": (
+        "serving",
+        "foundation.data.schema",
+        "foundation.data.encoding",
+        "foundation.data.ids",
+        "foundation.data.value_expression",
+    ),
 }
 # Distributions that are not called like their package.
 DISTRIBUTIONS = {
@@ -137,6 +143,7 @@ def test_serving_imports_without_torch_and_arrow() -> None:
     [
         "foundation.data.schema",
         "foundation.data.encoding",
+        "foundation.data.value_expression",
         "foundation.data.files",
         "foundation.data.progress",
         "foundation.data.settings",

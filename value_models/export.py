@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from foundation.data.encoding import model_signature
 from foundation.data.files import atomic_dir, atomic_write
 from foundation.data.settings import show
+from foundation.data.value_expression import ValueExpression
 from value_models.manifest import (
     FORMAT,
     MANIFEST,
     MODEL,
     TRITON_CONFIG,
     check_name,
-    check_value,
     file_entries,
     first_requests,
     golden_rows,
@@ -106,7 +106,7 @@ def export(config: ExportConfig) -> ExportResult:
     show(config, "export")
     student = load_student(config.student)
     name = check_name(config.name or student.surface)
-    value = check_value(config.value or student.schema.task_names[0], student.schema.task_names)
+    value = ValueExpression.parse(config.value or student.schema.task_names[0], student.schema.task_names).text
     version = config.version or next_version(config.out / name)
     inputs = model_signature(student.schema)
     outputs = output_specs(student.schema.task_names)

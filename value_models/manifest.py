@@ -6,7 +6,6 @@ scores, calibration and metrics. A server replays the golden rows before a model
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -25,11 +24,6 @@ MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 TRITON_CONFIG = "config.pbtxt"
 TRITON_TYPES = {"int64": "TYPE_INT64", "float32": "TYPE_FP32"}
-
-_ALLOWED = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load, ast.Constant,
-    ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub,
-)  # fmt: skip
 
 
 class ManifestError(ValueError):
@@ -93,33 +87,16 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def check_value(expression: str, task_names: Sequence[str]) -> str:
-    """The ranking value as arithmetic over task names and numbers of a candidate, such as ``click * bid``.
-
-    Raises:
-        ValueError: it does not parse, holds something else than arithmetic, or names no task.
-    """
-    try:
-        tree = ast.parse(expression, mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"value: {expression!r} is not an expression: {error.msg}") from None
-    for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
-            raise ValueError(f"value: {expression!r} may hold only arithmetic, not {type(node).__name__}")
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if not names & set(task_names):
-        raise ValueError(f"value: {expression!r} names none of the tasks {', '.join(task_names)}")
-    return expression
-
-
 def check_name(name: str) -> str:
     """A model name that is safe as a folder and in a URL.
 
     Raises:
-        ValueError: other signs than letters, digits, ``_``, ``-`` and ``.``, or a leading dot.
+        ValueError: other signs than letters, digits, ``_``, ``-`` and ``.``, a leading dot, or more than 200 signs.
     """
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
-        raise ValueError(f"name: {name!r} may hold only letters, digits, _, - and .; give another with --name")
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
+        raise ValueError(
+            f"name: {name!r} may hold only letters, digits, _, - and ., 200 at most; give another with --name"
+        )
     return name
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import keyword
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -459,6 +460,11 @@ class _SchemaParser:
         for group, name in groups:
             if not name.replace("_", "a").isalnum() or not name.isascii():
                 raise self.fail(f"{group}.{name}", "a name holds only letters, digits and _")
+        for name in schema.task_names:
+            if not name.isidentifier() or keyword.iskeyword(name):
+                raise self.fail(
+                    f"tasks.{name}", "value expressions could not name it: no leading digit, no Python keyword"
+                )
         for reserved in ("dense", "request_index"):
             if reserved in {f.name for f in schema.features} | {s.name for s in schema.sequences}:
                 raise self.fail(reserved, "this name is reserved for model inputs; rename the feature")

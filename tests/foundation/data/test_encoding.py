@@ -226,7 +226,7 @@ def test_column_faults_are_named() -> None:
 
     with pytest.raises(EncodingError, match="watched_time_ms: row 1 has 1 events, but watched_item has 0"):
         encode(watched_time_ms=lists([[1, 2, 3], [4], [5]]))
-    with pytest.raises(EncodingError, match="item_id: table item holds integer ids, got the string 'a'"):
+    with pytest.raises(ValueError, match="item_id: table item holds integer ids, got the string 'a'"):
         encode(item_id=Column(np.array(["a", "b", "c"])))
     with pytest.raises(EncodingError, match="price: expected numbers"):
         encode(price=Column(np.array(["a", "b", "c"])))

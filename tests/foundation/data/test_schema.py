@@ -144,6 +144,8 @@ FAULTS = [
     ("timestamp.unit", lambda d: d["timestamp"].update(unit="minutes")),
     ("user", lambda d: d.pop("user")),
     ("features.item-id", lambda d: d["features"].update({"item-id": d["features"].pop("item_id")})),
+    ("tasks.return", lambda d: d["tasks"].update({"return": {}})),
+    ("tasks.2nd", lambda d: d["tasks"].update({"2nd": {}})),
     ("tasks.price", lambda d: d["tasks"].update(price={})),
 ]
 

@@ -2,7 +2,7 @@
 
 A model's manifest declares the value as an expression over its task probabilities and numbers that come with
 each candidate, for example ``click * bid + 0.2 * like``. The text is parsed with `ast` against a whitelist and
-never passed to `eval`.
+never passed to `eval`. The exporter and the server share this one rule, so what is exported can be served; numpy only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ValueExpression:
         """Parses arithmetic (+ - * / **), numbers, names, and min, max, sqrt, log, log1p, exp.
 
         Raises:
-            ValueExpressionError: anything else, or no name at all.
+            ValueExpressionError: anything else, or no task in it.
         """
         if len(text) > _MAX_TEXT:
             raise ValueExpressionError(f"value: longer than {_MAX_TEXT} characters")
@@ -65,11 +65,12 @@ class ValueExpression:
             raise ValueExpressionError(f"value: {text!r} is not an arithmetic expression") from None
         names: dict[str, None] = {}
         _check(tree, names, _MAX_DEPTH)
-        if not names:
-            raise ValueExpressionError(f"value: {text!r} names no task")
+        tasks = tuple(n for n in names if n in task_names)
+        if not tasks:
+            raise ValueExpressionError(f"value: {text!r} names none of the tasks {', '.join(task_names)}")
         return ValueExpression(
             text=text,
-            tasks=tuple(n for n in names if n in task_names),
+            tasks=tasks,
             fields=tuple(n for n in names if n not in task_names),
             _tree=tree,
         )

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.ranking import order
-from serving.value import ValueExpression, ValueExpressionError
+from foundation.data.value_expression import ValueExpression, ValueExpressionError
 
 TASKS = ("click", "like")
 
@@ -40,6 +39,7 @@ def test_arithmetic(text: str, expected: list[float]) -> None:
     [
         "",
         "1 + 2",
+        "bid",
         "click +",
         "click; like",
         "click if like else 1",
@@ -89,9 +89,3 @@ def test_any_text_parses_or_is_refused(text: str) -> None:
         return
     numbers = {name: np.array([0.5]) for name in (*value.tasks, *value.fields)}
     value.evaluate(numbers)
-
-
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.9])))
-def test_order_is_falling_and_stable(values: list[float]) -> None:
-    positions = order(np.array(values)).tolist()
-    assert positions == sorted(range(len(values)), key=lambda i: (-values[i], i))
