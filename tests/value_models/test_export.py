@@ -231,7 +231,7 @@ def test_names_that_are_no_folder_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("value", ["abs(click)", "click * conversion +", "bid", "click if bid else 0"])
 def test_a_value_that_the_server_would_refuse_is_not_exported(tmp_path: Path, student_folder: Path, value: str) -> None:
-    with pytest.raises(ValueError, match="^value: "):
+    with pytest.raises(ValueError, match=r"^value: "):
         export(ExportConfig(student=student_folder, out=tmp_path / "models", value=value))
     assert not (tmp_path / "models").exists()
 
