@@ -38,6 +38,10 @@ class Batch:
     ascending, ``request_time`` int64 ``[R]`` ms, ``user_id`` int64 ``[R]``, ``surface`` int64 ``[R]``, ``labels``
     float32 ``[N, K]``, ``label_valid`` bool ``[N, K]``, ``weight`` and ``sampling_rate`` float32 ``[N]``,
     ``impression_id`` int64 ``[N]``. R and N may be 0.
+
+    ``impression_events[sequence]``, a plain number, is how many events there are when every impression has its own copy
+    of its request's history; ``sparse`` knows its lengths per key. Both are counted before the batch goes to a device,
+    where the model would have to wait for them.
     """
 
     sparse: KeyedJaggedTensor
@@ -56,6 +60,7 @@ class Batch:
     weight: torch.Tensor
     sampling_rate: torch.Tensor
     impression_id: torch.Tensor
+    impression_events: dict[str, int]
 
     @staticmethod
     def from_encoded(encoded: EncodedBatch, schema: Schema, device: torch.device | str | None = None) -> Batch:
@@ -88,11 +93,9 @@ class Batch:
             values=_tensor(np.concatenate(values)) if values else torch.zeros(0, dtype=torch.int64),
             lengths=_tensor(np.concatenate(lengths)) if lengths else torch.zeros(0, dtype=torch.int64),
             stride=request.rows,
-        )
-        offsets = {
-            s.name: np.concatenate([[0], np.cumsum(request.lengths[s.key(s.attributes[0].name)])])
-            for s in schema.sequences
-        }
+        ).sync()
+        firsts = {s.name: request.lengths[s.key(s.attributes[0].name)] for s in schema.sequences}
+        offsets = {name: np.concatenate([[0], np.cumsum(own)]) for name, own in firsts.items()}
         batch = Batch(
             sparse=sparse,
             sparse_weights={key: _tensor(value) for key, value in weights.items()},
@@ -110,6 +113,7 @@ class Batch:
             weight=_tensor(encoded.weight),
             sampling_rate=_tensor(encoded.sampling_rate),
             impression_id=_tensor(encoded.impression_id),
+            impression_events={name: int(own @ per_request) for name, own in firsts.items()},
         )
         return batch if device is None else batch.to(device)
 
@@ -144,7 +148,8 @@ class Batch:
         """Keeps the memory from reuse until work queued on ``stream`` is done."""
         for value in (getattr(self, f.name) for f in fields(self)):
             for part in value.values() if isinstance(value, dict) else (value,):
-                part.record_stream(stream)
+                if not isinstance(part, int):
+                    part.record_stream(stream)
 
     def _map(
         self,
@@ -155,7 +160,7 @@ class Batch:
             if isinstance(value, torch.Tensor):
                 return tensor(value)
             if isinstance(value, dict):
-                return {key: tensor(part) for key, part in value.items()}
+                return {key: part if isinstance(part, int) else tensor(part) for key, part in value.items()}
             return keyed(value)
 
         return Batch(*(apply(getattr(self, f.name)) for f in fields(self)))  # type: ignore[arg-type]

@@ -202,16 +202,19 @@ class Embeddings(nn.Module):
 
     def _drop_ids(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
         assert tuple(sparse.keys()) == self.order
-        rates = torch.tensor([self.config.id_dropout.get(key, 0.0) for key in self.order])
-        counts = torch.tensor(sparse.length_per_key())
         values = sparse.values()
-        rate = torch.repeat_interleave(rates, counts).to(values.device)
-        dropped = torch.rand(rate.shape, device=values.device) < rate
+        drawn = torch.rand(values.shape, device=values.device).split(sparse.length_per_key())
+        parts = [  # rates stay numbers: a tensor of them would have to be copied to the device
+            torch.where(draw < self.config.id_dropout[key], UNKNOWN_ROW, ids) if key in self.config.id_dropout else ids
+            for key, draw, ids in zip(self.order, drawn, values.split(sparse.length_per_key()), strict=True)
+        ]
         return KeyedJaggedTensor(
             keys=list(self.order),
-            values=torch.where(dropped, UNKNOWN_ROW, values),
+            values=torch.cat(parts),
             lengths=sparse.lengths(),
             stride=sparse.stride(),
+            length_per_key=sparse.length_per_key(),
+            offset_per_key=sparse.offset_per_key(),
         )
 
     def _one_empty_request(self, sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -34,9 +34,9 @@ class Events(NamedTuple):
     offsets: Tensor
     gap: Tensor
 
-    def gather(self, index: Tensor) -> Events:
-        """The sequences ``index`` int64 ``[N]``, again packed; gradients of copies are summed."""
-        rows, offsets = sequence_rows(self.offsets, index)
+    def gather(self, index: Tensor, total: int | None = None) -> Events:
+        """The sequences ``index`` int64 ``[N]``, ``total`` events, again packed; gradients of copies are summed."""
+        rows, offsets = sequence_rows(self.offsets, index, total)
         return Events(gather_rows(self.values, rows), offsets, self.gap.index_select(0, rows))
 
     def append(self, tokens: Tensor) -> Events:

@@ -135,7 +135,8 @@ class GEM(nn.Module):
             x = torch.cat([x, token.transpose(0, 1).to(x.dtype)], dim=2)
         # The last place where a request's history exists once; from here on each impression has its own.
         events: dict[str, Events] = {
-            name: tokens(embedded, batch).gather(batch.request_index) for name, tokens in self.events.items()
+            name: tokens(embedded, batch).gather(batch.request_index, batch.impression_events[name])
+            for name, tokens in self.events.items()
         }
         if self.cls is not None:
             cls = self.cls(x)

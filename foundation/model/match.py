@@ -107,6 +107,8 @@ class MatchStatistics(nn.Module):
             outcomes = [(k, config.outcomes[k]) for k in keys if k in config.outcomes]
             self.plans.append(_Plan(known[name], tuple(pairs), tuple(outcomes)))
         self.width = sum(self._width(plan) for plan in self.plans)
+        # As numbers, since tensors would have to be copied to the device; rounded to float32, as gaps are.
+        self.windows: list[float] = (torch.tensor(config.windows_hours) * 3600.0).tolist()
 
     def _width(self, plan: _Plan) -> int:
         counts = (1 + len(plan.pairs)) * (2 + 2 * len(plan.outcomes)) + len(plan.outcomes)
@@ -120,7 +122,8 @@ class MatchStatistics(nn.Module):
 
     def _statistics(self, batch: Batch, plan: _Plan) -> Tensor:
         config, sequence = self.config, plan.sequence
-        rows, offsets = sequence_rows(batch.sequence_offsets[sequence.name], batch.request_index)
+        events = batch.impression_events[sequence.name]
+        rows, offsets = sequence_rows(batch.sequence_offsets[sequence.name], batch.request_index, events)
         owner = sequence_ids(offsets, rows.shape[0])
         matches = _matches(batch, plan, rows, owner)
         gap = _gaps(batch, sequence, rows, owner)
@@ -151,11 +154,11 @@ class MatchStatistics(nn.Module):
     def _times(self, gap: Tensor, offsets: Tensor) -> list[Tensor]:
         """From gaps in seconds ``[T]`` (infinite where unknown)."""
         config = self.config
-        places = torch.tensor(config.recent, dtype=torch.int64, device=gap.device)
         latest, real = last_k(torch.where(gap < torch.inf, torch.log1p(gap), _NO_EVENT), offsets, max(config.recent))
-        latest = torch.where(real, latest, _NO_EVENT).index_select(1, latest.shape[1] - places)
-        windows = torch.tensor(config.windows_hours, device=gap.device) * 3600.0
-        within = segment_sum((gap[:, None] < windows).to(torch.float32), offsets)
+        latest = torch.where(real, latest, _NO_EVENT)
+        latest = torch.stack([latest[:, latest.shape[1] - place] for place in config.recent], dim=1)
+        inside = [(gap < window)[:, None] for window in self.windows]
+        within = segment_sum(torch.cat([gap[:, None][:, :0], *inside], dim=1).to(torch.float32), offsets)
         return [latest / 5.0 - 2.0, torch.log1p(within) - 1.0]
 
 

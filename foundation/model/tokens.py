@@ -77,6 +77,8 @@ class FeatureTokens(nn.Module):
 class _SideTokens(nn.Module):
     """Tokens ``[rows, M, F, D]`` of the request's or the item's features."""
 
+    dense_places: Tensor
+
     def __init__(
         self,
         config: TokensConfig,
@@ -102,19 +104,20 @@ class _SideTokens(nn.Module):
         names = [name for group in self.groups.values() for name in group]
         self.id_tokens = len(names)
 
-        self.dense_places: list[int] = []
+        dense_places: list[int] = []
         self.embedding_places: list[tuple[str, int, int]] = []
         place = 0
         for feature in features:
             if feature.kind == "dense":
-                self.dense_places.append(place)
+                dense_places.append(place)
             elif feature.kind == "embedding":
                 self.embedding_places.append((feature.name, place, feature.dim))
             place += feature.dim if feature.kind in ("dense", "embedding") else 0
-        self.dense_tokens = config.dense_tokens if self.dense_places else 0
+        self.register_buffer("dense_places", torch.tensor(dense_places, dtype=torch.int64), persistent=False)
+        self.dense_tokens = config.dense_tokens if dense_places else 0
         self.dense: nn.Linear | None = None
-        if self.dense_places:
-            self.dense = nn.Linear(len(self.dense_places), members * self.dense_tokens * width)
+        if dense_places:
+            self.dense = nn.Linear(len(dense_places), members * self.dense_tokens * width)
         self.numbers = nn.ModuleDict({name: nn.Linear(dim, members * width) for name, _, dim in self.embedding_places})
         names += [f"dense.{i}" for i in range(self.dense_tokens)] + [name for name, _, _ in self.embedding_places]
         self.names = tuple(names)
@@ -125,7 +128,7 @@ class _SideTokens(nn.Module):
         parts = [self._project(key, torch.stack([rows[name] for name in names])) for key, names in self.groups.items()]
         count = numbers.shape[0]
         if self.dense is not None:
-            dense = self.dense(numbers[:, self.dense_places])
+            dense = self.dense(numbers.index_select(1, self.dense_places))
             parts.append(dense.view(count, self.members, self.dense_tokens, self.width))
         for name, place, dim in self.embedding_places:
             token = self.numbers[name](numbers[:, place : place + dim])

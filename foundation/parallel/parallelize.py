@@ -79,7 +79,8 @@ def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) ->
     weights = _weights(collections)
     _fuse_optimizer(collections, config)
     sharders: list[ModuleSharder] = [
-        EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda"),  # its kernel exists on CUDA only
+        # Sends each id of a batch once; its kernel exists on CUDA only, and waits for the device. One rank sends nothing.
+        EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda" and dist.get_world_size() > 1),
         EmbeddingBagCollectionSharder(),
     ]
     sharded = DistributedModelParallel(
@@ -121,7 +122,7 @@ def sharding_plan(
         for table in _tables(module)
     }
     for (path, name), (rows, elements) in sorted(sizes.items(), key=lambda item: (-item[1][1], item[0])):
-        if rows >= max(config.row_wise_from, world):
+        if world > 1 and rows >= max(config.row_wise_from, world):  # to deal ids by row, TorchRec waits for the device
             choices[path][name] = row_wise()
             continue
         rank = held.index(min(held))

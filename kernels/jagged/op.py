@@ -163,10 +163,15 @@ def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Te
     return _gather_rows(values, rows), new_offsets
 
 
-def sequence_rows(offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers ``[T']`` of the sequences ``index [N]``, and their new offsets ``[N + 1]``."""
+def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """Row numbers ``[T']`` of the sequences ``index [N]``, and their new offsets ``[N + 1]``.
+
+    Args:
+        total: T', where the caller knows it; otherwise the host waits for the device to learn it.
+    """
     new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
-    total = int(new_offsets[-1])
+    if total is None:
+        total = int(new_offsets[-1])
     shift = offsets[:-1].index_select(0, index) - new_offsets[:-1]
     owner = sequence_ids(new_offsets, total)
     return torch.arange(total, device=offsets.device) + shift.index_select(0, owner), new_offsets

@@ -65,6 +65,15 @@ def test_sequences_are_packed(encoded: EncodedBatch) -> None:
     assert batch.sequence_times["watched"].shape == (int(offsets[-1]),)
 
 
+def test_what_the_model_would_have_to_ask_the_device_for_is_counted_before(encoded: EncodedBatch) -> None:
+    batch = Batch.from_encoded(encoded, small_schema())
+    lengths = batch.sequence_offsets["watched"].diff()
+    assert batch.impression_events == {"watched": int(lengths[batch.request_index].sum())}
+    moved = batch.to("meta")
+    assert moved.impression_events == batch.impression_events
+    assert moved.sparse.length_per_key() == [batch.sparse[key].values().numel() for key in batch.sparse.keys()]  # noqa: SIM118
+
+
 def test_plain_tensors_keep_values_and_dtypes(encoded: EncodedBatch) -> None:
     batch = Batch.from_encoded(encoded, small_schema())
     for name in ("request_index", "request_time", "user_id", "surface", "labels", "label_valid", "impression_id"):
@@ -107,5 +116,5 @@ def _tensors(batch: Batch) -> list[torch.Tensor]:
     found: list[torch.Tensor] = [batch.sparse.values(), batch.sparse.lengths()]
     for field in fields(batch):
         value: Any = getattr(batch, field.name)
-        found += value.values() if isinstance(value, dict) else [value] if isinstance(value, torch.Tensor) else []
-    return found
+        found += value.values() if isinstance(value, dict) else [value]
+    return [value for value in found if isinstance(value, torch.Tensor)]
