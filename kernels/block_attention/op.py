@@ -1,0 +1,131 @@
+"""Block attention as a PyTorch operator, ``opengem::block_attention``.
+
+Legend: T tokens, B sequences, H heads, G key heads, d head width, P columns of positions.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.block_attention import reference
+from kernels.block_attention.reference import BLOCK
+from kernels.common.operators import operator
+
+__all__ = ["BLOCK", "block_attention"]
+
+
+def _backend(q: Tensor) -> ModuleType:
+    """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
+    if q.is_cuda:
+        from kernels.block_attention import triton  # not installed with PyTorch for CPU
+
+        if triton.supports(q):
+            return triton
+    return reference
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    scale: float | None = None,
+    positions: Tensor | None = None,
+    frequencies: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention in which a token sees the 64-token block of its own sequence that it stands in.
+
+    The first block of a sequence starts at its first token; the last one may be shorter. Per block and head:
+    ``O_i = sum_j softmax_j(scale * q_i . k_j) v_j``. With ``positions``, q and k are rotated first: elements i and
+    ``i + d / 2`` of token t by the angle ``positions[t] * frequencies[i]`` (RoPE, arXiv 2104.09864).
+
+    Args:
+        q: ``[T, H, d]``. k, v: ``[T, G, d]``, cast to the dtype of q. H is a multiple of G; query head h looks at key
+            head ``h // (H / G)``.
+        offsets: int64 ``[B + 1]``.
+        scale: default ``1 / sqrt(d)``.
+        positions: float32 ``[T]``, or ``[T, 2]``, of which the first half of the pairs takes column 0 and the second
+            column 1: for instance the place and ``log1p`` of the time gap. Only differences within a block matter. Gets
+            no gradient.
+        frequencies: float32 ``[d / 2]``, radians per unit of position. Gets no gradient.
+
+    Returns:
+        ``[T, H, d]`` in the dtype of q.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+    if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+    if (positions is None) != (frequencies is None):
+        raise ValueError("positions and frequencies go together")
+    if positions is not None and frequencies is not None:
+        columns = positions.shape[1] if positions.dim() == 2 else 1
+        if columns not in (1, 2) or positions.shape[0] != q.shape[0] or q.shape[2] % (2 * columns):
+            raise ValueError(
+                f"positions {list(positions.shape)} do not fit q {list(q.shape)}: [T] or [T, 2] and even d"
+            )
+        if frequencies.shape != (q.shape[2] // 2,):
+            raise ValueError(f"frequencies: expected {q.shape[2] // 2}, one per pair, got {list(frequencies.shape)}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    return _block_attention(q, k, v, offsets, positions, frequencies, factor)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    scale: float,
+) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return _backend(q).forward(q, k, v, offsets, positions, frequencies, scale)
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        gradients = _backend(q).backward(grad, q, k, v, offsets, positions, frequencies, scale)
+    dq, dk, dv = (x.to(q.dtype) for x in gradients)
+    return dq, dk, dv
+
+
+def _fake_forward(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.scale = inputs[6]
+
+
+def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _block_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return (*gradients, None, None, None, None)
+
+
+_block_attention_backward = operator("block_attention_backward", _backward, _fake_backward)
+_block_attention = operator(
+    "block_attention", _forward, _fake_forward, backward=_autograd, setup_context=_setup_context
+)

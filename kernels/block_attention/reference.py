@@ -1,0 +1,86 @@
+"""Block attention in plain PyTorch: the CPU path and the oracle of the GPU kernels.
+
+Each sequence is cut into blocks of ``BLOCK`` tokens, the last one shorter; a token sees its own block. That is softmax
+attention over sequences that are the blocks, so ``kernels/jagged_attention/reference.py`` does the sums.
+
+Rotary: pair i of a head is elements i and ``i + d / 2``; token t turns it by ``positions[t] * frequencies[i]`` (RoPE,
+arXiv 2104.09864). With two columns of positions the first half of the pairs takes column 0, the second column 1.
+
+Legend: T tokens, B sequences, H heads, G key heads, d head width, P columns of positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.jagged.padding import compute_dtype
+from kernels.jagged_attention import reference as jagged_reference
+
+BLOCK = 64
+"""Tokens of a block."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Output ``[T, H, d]``; arguments as in ``kernels.block_attention.block_attention``."""
+    blocks = block_offsets(offsets)
+    if positions is not None and frequencies is not None:
+        turn = angles(positions, frequencies, compute_dtype(q.dtype))
+        q, k = rotate(q, turn), rotate(k, turn)
+    return jagged_reference.forward(q, k, v, blocks, blocks, scale, False, -1)[0].to(v.dtype)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    dtype, blocks, turn = compute_dtype(q.dtype), block_offsets(offsets), None
+    q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
+    if positions is not None and frequencies is not None:
+        turn = angles(positions, frequencies, dtype)
+        q, k = rotate(q, turn), rotate(k, turn)
+    choice = (blocks, blocks, scale, False, -1)
+    out, lse = jagged_reference.forward(q, k, v, *choice)
+    dq, dk, dv = jagged_reference.backward(grad, q, k, v, out, lse, *choice)
+    if turn is not None:
+        dq, dk = rotate(dq, -turn), rotate(dk, -turn)
+    return dq, dk, dv
+
+
+def block_offsets(offsets: Tensor) -> Tensor:
+    """Offsets of sequences ``[B + 1]`` to offsets of their blocks, int64; an empty sequence has none."""
+    counts = (offsets.diff() + BLOCK - 1) // BLOCK
+    ends = counts.cumsum(0)
+    owner = torch.repeat_interleave(counts)
+    number = torch.arange(owner.shape[0], device=offsets.device) - (ends - counts).index_select(0, owner)
+    starts = offsets.index_select(0, owner) + number * BLOCK
+    return torch.cat([starts, offsets[-1:]])
+
+
+def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``."""
+    columns = positions.view(positions.shape[0], -1).to(dtype)
+    each = frequencies.shape[0] // columns.shape[1]
+    return columns.repeat_interleave(each, dim=1) * frequencies.to(dtype)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Turns the pairs of ``x [T, H, d]`` by ``turn [T, d / 2]``, in the dtype of ``turn``."""
+    cos, sin = turn.cos()[:, None], turn.sin()[:, None]
+    first, second = x.to(turn.dtype).chunk(2, dim=2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)

@@ -1,0 +1,41 @@
+"""Packed rows in tiles that may span several sequences, and their owners."""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+import triton.language as tl
+
+from kernels.common.sequences import find_sequence
+
+
+@triton.jit
+def row_owners(Offsets, B, start, rows, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
+    """The sequence that each of ``ROWS`` packed rows from ``start`` on belongs to; rows from ``rows`` on: any.
+
+    The first row's owner is searched for, the others count the sequences that begin after it, 32 at a time.
+    """
+    r = start + tl.arange(0, ROWS)
+    base = find_sequence(Offsets, B, start, 1, 0, ROUNDS)
+    owner = tl.zeros([ROWS], tl.int32) + base
+    lane = tl.arange(0, 32)
+    last = tl.minimum(start + ROWS, rows) - 1
+    more = tl.load(Offsets + base + 1) <= last
+    while more:
+        index = base + 1 + lane
+        begin = tl.load(Offsets + index, mask=index < B, other=9223372036854775807)
+        owner += tl.sum((begin[None, :] <= r[:, None]).to(tl.int32), 1)
+        base += 32
+        more = (base + 1 < B) & (tl.load(Offsets + tl.minimum(base + 1, B)) <= last)
+    return owner
+
+
+@cache
+def rounds(batch: int) -> int:
+    """Rounds that ``find_sequence`` needs for so many sequences."""
+    found, reach = 1, 32
+    while reach < batch:
+        found, reach = found + 1, reach * 32
+    return found
