@@ -4,21 +4,22 @@
 arXiv 2411.09852). ``Gate(x) = x * sigmoid(W x)``: a bounded factor, so that a summary can be switched off. (The paper
 prints the sigmoid outside the product, which would bound the summary itself.)
 
-Legend: M ensemble members, N impressions, n feature tokens, D token width, T events, E event width, S summary tokens,
-Q pooling queries, H heads, d = E / H.
+Legend: M ensemble members, N impressions, B sequences (R or N), n feature tokens, D token width, T events, E event
+width, S summary tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foundation.model.events import Events
-from kernels.jagged import last_k
-from kernels.jagged_attention import jagged_attention
+from foundation.model.events import History
+from foundation.model.pooling import Pooling, SeedPooling
+from kernels.jagged import gather_rows, last_k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,11 @@ class CrossConfig:
         feature_hidden: with 0, ``X_sum`` mixes tokens only (a linear compression, as in InterFormer); otherwise it is
             a network over all elements of all tokens with this many hidden units.
         cls_tokens: tokens made from the features that stand behind each sequence and live in it.
-        pooled_tokens: queries that pool a sequence by attention (PMA).
+        pooled_tokens: tokens into which attention pools a sequence.
+        pooling: ``pma``, one query per token, or ``hsp``, hierarchical seed pooling: ``seeds`` queries, compressed by a
+            sum of ``kron_terms`` Kronecker products.
+        seeds: queries of ``hsp``.
+        kron_terms: terms of the compression of ``hsp``.
         recent_tokens: latest events that are kept as they are.
         pooling_heads: heads of the pooling.
         target_aware: pooling queries depend on the candidate (target attention); otherwise they are the same for all
@@ -42,6 +47,9 @@ class CrossConfig:
     feature_hidden: int = 0
     cls_tokens: int = 2
     pooled_tokens: int = 2
+    pooling: Literal["pma", "hsp"] = "pma"
+    seeds: int = 32
+    kron_terms: int = 4
     recent_tokens: int = 2
     pooling_heads: int = 2
     target_aware: bool = True
@@ -55,9 +63,13 @@ class CrossConfig:
             ("pooled_tokens", 0),
             ("recent_tokens", 0),
             ("pooling_heads", 1),
+            ("seeds", 1),
+            ("kron_terms", 1),
         ):
             if getattr(self, key) < least:
                 raise ValueError(f"cross.{key}: must be at least {least}, got {getattr(self, key)}")
+        if self.pooling not in ("pma", "hsp"):
+            raise ValueError(f"cross.pooling: must be pma or hsp, got {self.pooling!r}")
         if self.sequence_tokens == 0:
             raise ValueError("cross: one of cls_tokens, pooled_tokens and recent_tokens must be positive")
         if not 0 <= self.dropout < 1:
@@ -77,16 +89,18 @@ class CrossConfig:
 class FeatureSummary(nn.Module):
     """Feature tokens of all members ``[M, N, n, D]`` to ``outputs`` tokens ``[N, outputs, E]``."""
 
-    def __init__(self, hidden: int, outputs: int, tokens: int, members: int, width: int, out_width: int) -> None:
+    def __init__(
+        self, hidden: int, outputs: int, tokens: int, members: int, width: int, out_width: int, *, bias: bool = True
+    ) -> None:
         super().__init__()
         self.outputs, self.hidden, self.width = outputs, hidden, out_width
         if hidden:
-            self.mix = nn.Linear(members * tokens * width, hidden)
-            self.project = nn.Linear(hidden, outputs * out_width)
+            self.mix = nn.Linear(members * tokens * width, hidden, bias=bias)
+            self.project = nn.Linear(hidden, outputs * out_width, bias=bias)
         else:
-            self.mix = nn.Linear(members * tokens, outputs)
-            self.project = nn.Linear(width, out_width)
-        self.gate = nn.Linear(out_width, out_width)
+            self.mix = nn.Linear(members * tokens, outputs, bias=bias)
+            self.project = nn.Linear(width, out_width, bias=bias)
+        self.gate = nn.Linear(out_width, out_width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Summaries ``[N, outputs, E]``."""
@@ -106,59 +120,35 @@ class SequenceSummary(nn.Module):
         ValueError: the event width is no multiple of the pooling heads.
     """
 
-    def __init__(self, config: CrossConfig, event_width: int, width: int) -> None:
+    def __init__(self, config: CrossConfig, event_width: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.norm = nn.LayerNorm(event_width)
-        self.pool = Pooling(config, event_width) if config.pooled_tokens else None
-        self.gate = nn.Linear(event_width, event_width)
-        self.project = nn.Linear(event_width, width)
+        self.norm = nn.LayerNorm(event_width, bias=bias)
+        self.pool = _pooling(config, event_width, bias) if config.pooled_tokens else None
+        self.gate = nn.Linear(event_width, event_width, bias=bias)
+        self.project = nn.Linear(event_width, width, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, events: Events, target: Tensor) -> Tensor:
-        """Events ``[T, E]``, CLS tokens behind, and a vector of the candidate ``[N, E]`` to ``[N, S, D]``."""
-        config = self.config
+    def forward(self, history: History, target: Tensor) -> Tensor:
+        """A history and a vector of the candidate ``[N, E]`` to ``[N, S, D]``: recent, CLS, pooled tokens."""
+        config, (events, cls, request) = self.config, history
         values = self.norm(events.values)
         parts = []
-        kept = config.cls_tokens + config.recent_tokens
+        kept = config.recent_tokens + (config.cls_tokens if cls is None else 0)
         if kept:
             latest, _ = last_k(values, events.offsets, kept)
-            parts.append(latest)
+            parts.append(latest if request is None else gather_rows(latest, request))
+        if cls is not None:
+            parts.append(self.norm(cls))
         if self.pool is not None:
-            parts.append(self.pool(values, events.offsets, target))
+            parts.append(self.pool(values, events.offsets, target, request))
         summary = torch.cat(parts, dim=1)
         summary = summary * torch.sigmoid(self.gate(summary))
         return self.dropout(self.project(summary))
 
 
-class Pooling(nn.Module):
-    """Multi-head attention of Q queries over a sequence: ``[T, E]`` to ``[N, Q, E]`` (PMA; 0 for an empty sequence).
-
-    Keys and values are never made: with few queries it is cheaper to carry the key projection over to the query and the
-    value projection over to the pooled result, which is the same product in another order.
-    """
-
-    def __init__(self, config: CrossConfig, width: int) -> None:
-        super().__init__()
-        if width % config.pooling_heads:
-            raise ValueError(f"cross.pooling_heads: width {width} is no multiple of {config.pooling_heads}")
-        self.heads, self.target_aware = config.pooling_heads, config.target_aware
-        head = width // self.heads
-        self.seeds = nn.Parameter(torch.randn(config.pooled_tokens, width))
-        self.query = nn.Linear(width, width)
-        self.key = nn.Parameter(torch.randn(self.heads, head, width) * width**-0.5)
-        self.value = nn.Parameter(torch.randn(self.heads, width, head) * width**-0.5)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, values: Tensor, offsets: Tensor, target: Tensor) -> Tensor:
-        """Pools ``values [T, E]``; ``target [N, E]`` is added to the queries if the pooling is target-aware."""
-        seeds = self.seeds + target[:, None] if self.target_aware else self.seeds[None]
-        count, queries, width = seeds.shape
-        q = self.query(seeds).view(count, queries, self.heads, width // self.heads)
-        q = torch.einsum("nqhd,hde->nqhe", q, self.key).reshape(-1, 1, width)
-        rows = queries * self.heads
-        q_offsets = torch.arange(offsets.shape[0], device=offsets.device) * rows if self.target_aware else None
-        kv = values.unsqueeze(1)
-        pooled = jagged_attention(q, kv, kv, q_offsets, offsets, scale=(width // self.heads) ** -0.5)
-        pooled = pooled.view(-1, queries, self.heads, width)
-        return self.out(torch.einsum("nqhe,hed->nqhd", pooled, self.value).flatten(2))
+def _pooling(config: CrossConfig, width: int, bias: bool) -> Pooling | SeedPooling:
+    heads, target_aware = config.pooling_heads, config.target_aware
+    if config.pooling == "pma":
+        return Pooling(config.pooled_tokens, heads, target_aware, width, bias=bias)
+    return SeedPooling(config.pooled_tokens, config.seeds, config.kron_terms, heads, target_aware, width, bias=bias)

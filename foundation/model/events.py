@@ -17,7 +17,7 @@ from foundation.data.batch import Batch
 from foundation.data.encoding import NO_TIME
 from foundation.data.schema import Sequence
 from foundation.model.embeddings import Embedded
-from kernels.jagged import concat, gather_rows, sequence_ids
+from kernels.jagged import concat, gather_rows, last_k, sequence_ids
 from kernels.jagged.op import sequence_rows
 
 LONGEST_GAP = 18.0
@@ -47,6 +47,31 @@ class Events(NamedTuple):
         gap, _ = concat(self.gap, self.offsets, self.gap.new_zeros(batch * count), ends)
         return Events(values, offsets, gap)
 
+    def drop_last(self, count: int) -> tuple[Events, Tensor]:
+        """What is left without the last ``count`` rows of each sequence, which it must have, and those rows.
+
+        Those rows are ``[B, count, E]``.
+        """
+        batch, device = self.offsets.shape[0] - 1, self.offsets.device
+        offsets = self.offsets - torch.arange(batch + 1, device=device) * count
+        total = self.values.shape[0] - batch * count
+        rows = torch.arange(total, device=device) + sequence_ids(offsets, total) * count
+        tail = last_k(self.values, self.offsets, count)[0]
+        return Events(gather_rows(self.values, rows), offsets, self.gap.index_select(0, rows)), tail
+
+
+class History(NamedTuple):
+    """A stream as the layers see it, in one of two forms.
+
+    Own: ``events`` of the rows themselves, CLS tokens behind each sequence; ``cls`` and ``request`` are ``None``.
+    Shared: ``events`` of R requests without CLS tokens; ``cls [N, c, E]`` and ``request`` int64 ``[N]``, rising, the
+    request of each row.
+    """
+
+    events: Events
+    cls: Tensor | None = None
+    request: Tensor | None = None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventsConfig:
@@ -55,17 +80,22 @@ class EventsConfig:
     Args:
         time_knots: learned points on the logarithmic axis of an event's time gap; 0 leaves the time out.
         position_knots: the same for an event's place, counted from the latest; 0 leaves it out.
+        mask_hidden: hidden units of a network that weighs the elements of all attributes against one another before
+            they are projected, ``W (s * MLP(s))`` (MaskNet of InterFormer, arXiv 2411.09852); 0: no such network.
         dropout: share of elements dropped in training.
     """
 
     time_knots: int = 16
     position_knots: int = 8
+    mask_hidden: int = 0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("time_knots", "position_knots"):
             if getattr(self, key) < 0 or getattr(self, key) == 1:
                 raise ValueError(f"events.{key}: must be 0 or at least 2, got {getattr(self, key)}")
+        if self.mask_hidden < 0:
+            raise ValueError(f"events.mask_hidden: must not be negative, got {self.mask_hidden}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"events.dropout: must be in [0, 1), got {self.dropout}")
 
@@ -82,7 +112,12 @@ class EventTokens(nn.Module):
         self.keys = tuple(sequence.key(a.name) for a in sequence.attributes)
         self.time_knots = config.time_knots if sequence.timestamp is not None else 0
         self.position_knots = config.position_knots
-        self.projection = nn.Linear(sum(dims[key] for key in self.keys), width)
+        inputs = sum(dims[key] for key in self.keys)
+        self.mask: nn.Sequential | None = None
+        if config.mask_hidden:
+            hidden = config.mask_hidden
+            self.mask = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, inputs))
+        self.projection = nn.Linear(inputs, width)
         places = (self.time_knots + 1 if self.time_knots else 0) + self.position_knots
         self.place = nn.Parameter(torch.randn(places, width) * 0.1) if places else None
         self.norm = nn.LayerNorm(width)
@@ -109,6 +144,8 @@ class EventTokens(nn.Module):
             rank = offsets[1:].index_select(0, owner) - 1 - torch.arange(total, device=offsets.device)
             place = torch.log1p(rank.to(torch.float32)) / math.log1p(max(1, self.sequence.max_length))
             parts.append(hats(place, self.position_knots))
+        if self.mask is not None:
+            rows = rows * self.mask(rows)
         values = self.projection(rows)
         if self.place is not None:
             values = torch.addmm(values, torch.cat(parts, dim=1).to(values.dtype), self.place.to(values.dtype))

@@ -37,27 +37,29 @@ class GroupedLinear(nn.Module):
 class GroupedNorm(nn.Module):
     """Layer norm over the last dim of ``[G, N, ..., D]``, with scale and shift of each group."""
 
-    def __init__(self, groups: int, width: int) -> None:
+    def __init__(self, groups: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(groups, width))
-        self.bias = nn.Parameter(torch.zeros(groups, width))
+        self.bias = nn.Parameter(torch.zeros(groups, width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises each row; the affine map is that of the row's group."""
         groups, width = self.weight.shape
         if groups == 1:
-            return F.layer_norm(x, (width,), self.weight[0], self.bias[0])
+            return F.layer_norm(x, (width,), self.weight[0], None if self.bias is None else self.bias[0])
         shape = (groups, *([1] * (x.dim() - 2)), width)
+        if self.bias is None:
+            return F.layer_norm(x, (width,)) * self.weight.view(shape)
         return torch.addcmul(self.bias.view(shape), F.layer_norm(x, (width,)), self.weight.view(shape))
 
 
 class GroupedMLP(nn.Module):
     """Linear, SiLU, dropout for each of ``widths``: ``[G, N, I]`` to ``[G, N, widths[-1]]``."""
 
-    def __init__(self, groups: int, inputs: int, widths: Sequence[int], dropout: float) -> None:
+    def __init__(self, groups: int, inputs: int, widths: Sequence[int], dropout: float, *, bias: bool = True) -> None:
         super().__init__()
         self.linears = nn.ModuleList(
-            GroupedLinear(groups, i, o) for i, o in zip((inputs, *widths), widths, strict=False)
+            GroupedLinear(groups, i, o, bias=bias) for i, o in zip((inputs, *widths), widths, strict=False)
         )
         self.dropout = nn.Dropout(dropout)
 

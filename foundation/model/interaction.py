@@ -4,12 +4,18 @@ Wukong's layer (arXiv 2403.02545): ``X' = LN(concat(Block(Z), LCB(Z)) + W_r Z)``
 compression ``LCB(Z) = W_L Z`` and a residual that is projected to the number of tokens that come out. The block is
 one of
 
-* ``fm``: ``MLP(LN(flatten(Z (Z^T Y))))``, the factorisation machine in its low-rank form, Y learned;
+* ``fm``: ``MLP(LN(flatten(Z (Z^T Y))))``, the factorisation machine in its low-rank form, Y learned or made from a
+  compression of Z by a network (attentive); with ``fm_rank: 0`` the whole ``Z Z^T``;
 * ``cross``: low-rank cross layers on the flattened tokens, ``x_{l+1} = x_0 * V(U x_l) + x_l`` (DCN-V2, arXiv
   2008.13535);
-* ``mlp``: a plain network on the flattened tokens.
+* ``mlp``: a plain network on the flattened tokens;
+* ``dhen``: the sum of several of these side by side (DHEN, arXiv 2203.11014).
 
-Legend: M ensemble members, E experts of a member, G = M * E, N impressions, n tokens in, o tokens out, D width, k rank.
+Experts are independent layers whose outputs stand side by side; each sees all tokens, or a part of them (Kunlun, arXiv
+2602.10016).
+
+Legend: M ensemble members, E experts of a member, G = M * E, N impressions, n tokens in, o tokens out, D width, k rank,
+p tokens of an expert.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from foundation.model.grouped import GroupedLinear, GroupedMLP, GroupedNorm
 
@@ -28,42 +35,65 @@ class InteractionConfig:
     """One interaction arm.
 
     Args:
-        block: ``fm``, ``cross`` or ``mlp``.
+        block: ``fm``, ``cross``, ``mlp`` or ``dhen``.
+        mix: the blocks of ``dhen``.
         block_tokens: tokens that an expert's block makes (n_F).
         linear_tokens: tokens of an expert's linear compression (n_L); may be 0.
-        experts: independent blocks that all see all tokens; their outputs stand side by side.
-        fm_rank: columns of Y (k), for ``fm``.
+        experts: independent blocks; their outputs stand side by side.
+        partition: ``all``, every expert sees all tokens; ``split``, each sees its part of them, dealt out in turn (the
+            first few tokens twice where the numbers do not divide).
+        fm_rank: columns of Y (k), for ``fm``; 0: the full matrix of dot products.
+        compression: Y of ``fm`` is ``learned``, or ``attentive``: made by a network of ``attentive_hidden`` hidden
+            units from ``attentive_tokens`` combinations of the tokens.
+        attentive_tokens, attentive_hidden: sizes of the latter.
         cross_layers: number of cross layers. cross_rank: their rank. Both for ``cross``.
         hidden: widths of the hidden layers of ``fm`` and ``mlp``; for ``cross`` of a network beside the cross layers,
             none if empty.
         norm: normalise the tokens that come out, as Wukong does. Without it a token keeps its size, and with it how
             much is known about rare ids.
+        pre_norm: normalise the tokens that go in.
         dropout: in hidden layers.
         input_scale: spread of a learned factor per expert and input element at the start, so that experts and members
             begin apart; 0: no such factor.
     """
 
-    block: Literal["fm", "cross", "mlp"] = "fm"
+    block: Literal["fm", "cross", "mlp", "dhen"] = "fm"
+    mix: tuple[Literal["fm", "cross", "mlp"], ...] = ("fm", "cross")
     block_tokens: int = 8
     linear_tokens: int = 8
     experts: int = 1
+    partition: Literal["all", "split"] = "all"
     fm_rank: int = 16
+    compression: Literal["learned", "attentive"] = "learned"
+    attentive_tokens: int = 4
+    attentive_hidden: int = 64
     cross_layers: int = 2
     cross_rank: int = 64
     hidden: tuple[int, ...] = (256,)
     norm: bool = True
+    pre_norm: bool = False
     dropout: float = 0.0
     input_scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.block not in ("fm", "cross", "mlp"):
-            raise ValueError(f"interaction.block: must be fm, cross or mlp, got {self.block!r}")
-        for key in ("block_tokens", "experts", "fm_rank", "cross_layers", "cross_rank"):
+        if self.block not in _BLOCKS:
+            raise ValueError(f"interaction.block: must be one of {', '.join(_BLOCKS)}, got {self.block!r}")
+        if not self.mix or not {"fm", "cross", "mlp"}.issuperset(self.mix):
+            raise ValueError(f"interaction.mix: expected some of fm, cross and mlp, got {list(self.mix)}")
+        for key, words in (("partition", ("all", "split")), ("compression", ("learned", "attentive"))):
+            if getattr(self, key) not in words:
+                raise ValueError(f"interaction.{key}: must be {' or '.join(words)}, got {getattr(self, key)!r}")
+        for key in ("block_tokens", "experts", "cross_layers", "cross_rank", "attentive_tokens", "attentive_hidden"):
             if getattr(self, key) < 1:
                 raise ValueError(f"interaction.{key}: must be at least 1, got {getattr(self, key)}")
+        if self.fm_rank < 0 or (self.fm_rank == 0 and self.compression == "attentive"):
+            raise ValueError(
+                f"interaction.fm_rank: must be 0 or more, and at least 1 for attentive compression, got {self.fm_rank}"
+            )
         if self.linear_tokens < 0:
             raise ValueError(f"interaction.linear_tokens: must not be negative, got {self.linear_tokens}")
-        if any(width < 1 for width in self.hidden) or (self.block == "mlp" and not self.hidden):
+        uses_mlp = self.block == "mlp" or (self.block == "dhen" and "mlp" in self.mix)
+        if any(width < 1 for width in self.hidden) or (uses_mlp and not self.hidden):
             raise ValueError(f"interaction.hidden: expected widths of at least 1, got {list(self.hidden)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"interaction.dropout: must be in [0, 1), got {self.dropout}")
@@ -79,25 +109,38 @@ class InteractionConfig:
 class InteractionArm(nn.Module):
     """One layer of interactions for every member: ``[M, N, n, D]`` to ``[M, N, o, D]``."""
 
-    def __init__(self, config: InteractionConfig, tokens: int, width: int, members: int) -> None:
+    part: Tensor
+
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, members: int, *, bias: bool = True) -> None:
         super().__init__()
         self.config, self.members, self.width = config, members, width
         groups = members * config.experts
+        self.pre_norm = GroupedNorm(members, width, bias=bias) if config.pre_norm else None
+        if config.partition == "split":
+            part = partition(tokens, config.experts)
+            self.register_buffer("part", part.flatten(), persistent=False)
+            tokens = part.shape[1]
+        self.tokens = tokens
         self.scale: nn.Parameter | None = None
         if config.input_scale:
             self.scale = nn.Parameter(1.0 + torch.randn(groups, 1, tokens, width) * config.input_scale)
-        self.block = _BLOCKS[config.block](config, tokens, width, groups)
+        self.block = _BLOCKS[config.block](config, tokens, width, groups, bias)
         # Linear compression and the projected residual are one product over the token axis.
         self.compression = GroupedLinear(
             groups, tokens, config.linear_tokens + config.block_tokens + config.linear_tokens, bias=False
         )
-        self.norm = GroupedNorm(groups, width) if config.norm else None
+        self.norm = GroupedNorm(groups, width, bias=bias) if config.norm else None
 
     def forward(self, x: Tensor, summaries: Tensor) -> Tensor:
         """Tokens ``x [M, N, n_x, D]`` with sequence summaries ``[N, n_s, D]``, the same for all members."""
         config, (members, count) = self.config, x.shape[:2]
         z = torch.cat([x, summaries.to(x.dtype).expand(members, -1, -1, -1)], dim=2)
-        if config.experts > 1:
+        if self.pre_norm is not None:
+            z = self.pre_norm(z)
+        if config.partition == "split":
+            z = z.index_select(2, self.part).view(members, count, config.experts, self.tokens, self.width)
+            z = z.transpose(1, 2).flatten(0, 1)
+        elif config.experts > 1:
             z = z.repeat_interleave(config.experts, dim=0)
         if self.scale is not None:
             z = z * self.scale
@@ -115,38 +158,76 @@ class InteractionArm(nn.Module):
         return out
 
 
+def partition(tokens: int, experts: int) -> Tensor:
+    """Which tokens each expert sees, int64 ``[E, p]`` with ``p = ceil(n / E)``: expert e has e, e + E, e + 2E, ...
+
+    Neighbours, which tend to be of one side, so come to different experts. Numbers beyond n start over.
+    """
+    size = -(-tokens // experts)
+    return (torch.arange(experts)[:, None] + torch.arange(size) * experts) % max(1, tokens)
+
+
 class _FactorizationMachine(nn.Module):
-    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int) -> None:
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
         super().__init__()
-        self.rank, self.tokens_out = config.fm_rank, config.block_tokens
-        self.y = GroupedLinear(groups, tokens, config.fm_rank, bias=False)
-        self.norm = GroupedNorm(groups, tokens * config.fm_rank)
-        self.mlp = GroupedMLP(groups, tokens * config.fm_rank, config.hidden, config.dropout)
-        inputs = config.hidden[-1] if config.hidden else tokens * config.fm_rank
-        self.out = GroupedLinear(groups, inputs, config.block_tokens * width)
+        self.rank, self.tokens_out = config.fm_rank or tokens, config.block_tokens
+        self.y: nn.Module | None = None
+        if config.compression == "attentive":
+            self.y = _AttentiveCompression(config, tokens, width, groups, bias)
+        elif config.fm_rank:
+            self.y = GroupedLinear(groups, tokens, config.fm_rank, bias=False)
+        self.norm = GroupedNorm(groups, tokens * self.rank, bias=bias)
+        self.mlp = GroupedMLP(groups, tokens * self.rank, config.hidden, config.dropout, bias=bias)
+        inputs = config.hidden[-1] if config.hidden else tokens * self.rank
+        self.out = GroupedLinear(groups, inputs, config.block_tokens * width, bias=bias)
 
     def forward(self, z: Tensor, columns: Tensor) -> Tensor:
         """Tokens ``z [G, N, n, D]`` and the same as ``columns [G, N * D, n]`` to ``[G, N, n_F, D]``."""
         groups, count, tokens, width = z.shape
-        zty = self.y(columns).view(groups * count, width, self.rank)
+        zty = (columns if self.y is None else self.y(columns)).view(groups * count, width, self.rank)
         pairs = torch.bmm(z.reshape(groups * count, tokens, width), zty)
         hidden = self.mlp(self.norm(pairs.view(groups, count, tokens * self.rank)))
         return self.out(hidden).view(groups, count, self.tokens_out, width)
 
 
+class _AttentiveCompression(nn.Module):
+    """``Z^T Y`` with ``Y = MLP(C Z)`` of each row; the last bias, which is always there, is the learned Y."""
+
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
+        super().__init__()
+        self.width, self.rank, self.few = width, config.fm_rank, config.attentive_tokens
+        self.compress = GroupedLinear(groups, tokens, config.attentive_tokens, bias=False)
+        self.hidden = GroupedLinear(groups, config.attentive_tokens * width, config.attentive_hidden, bias=bias)
+        self.out = GroupedLinear(groups, config.attentive_hidden, tokens * config.fm_rank, bias=False)
+        self.learned = nn.Parameter(torch.randn(groups, 1, tokens * config.fm_rank) * tokens**-0.5)
+
+    def forward(self, columns: Tensor) -> Tensor:
+        """``columns [G, N * D, n]`` to ``[G, N * D, k]``."""
+        groups, rows, tokens = columns.shape
+        count = rows // self.width
+        few = self.compress(columns).view(groups, count, self.few * self.width)
+        y = self.out(F.silu(self.hidden(few))) + self.learned
+        columns = columns.reshape(groups * count, self.width, tokens)
+        return torch.bmm(columns, y.to(columns.dtype).view(groups * count, tokens, self.rank)).view(
+            groups, rows, self.rank
+        )
+
+
 class _Cross(nn.Module):
-    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int) -> None:
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
         super().__init__()
         self.tokens_out = config.block_tokens
         inputs = tokens * width
         self.down = nn.ModuleList(
             GroupedLinear(groups, inputs, config.cross_rank, bias=False) for _ in range(config.cross_layers)
         )
-        self.up = nn.ModuleList(GroupedLinear(groups, config.cross_rank, inputs) for _ in range(config.cross_layers))
-        self.mlp = GroupedMLP(groups, inputs, config.hidden, config.dropout) if config.hidden else None
+        self.up = nn.ModuleList(
+            GroupedLinear(groups, config.cross_rank, inputs, bias=bias) for _ in range(config.cross_layers)
+        )
+        self.mlp = GroupedMLP(groups, inputs, config.hidden, config.dropout, bias=bias) if config.hidden else None
         self.dropout = nn.Dropout(config.dropout)
         outputs = config.block_tokens * width
-        self.out = GroupedLinear(groups, inputs + (config.hidden[-1] if config.hidden else 0), outputs)
+        self.out = GroupedLinear(groups, inputs + (config.hidden[-1] if config.hidden else 0), outputs, bias=bias)
 
     def forward(self, z: Tensor, columns: Tensor) -> Tensor:
         """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``."""
@@ -161,11 +242,11 @@ class _Cross(nn.Module):
 
 
 class _Network(nn.Module):
-    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int) -> None:
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
         super().__init__()
         self.tokens_out = config.block_tokens
-        self.mlp = GroupedMLP(groups, tokens * width, config.hidden, config.dropout)
-        self.out = GroupedLinear(groups, config.hidden[-1], config.block_tokens * width)
+        self.mlp = GroupedMLP(groups, tokens * width, config.hidden, config.dropout, bias=bias)
+        self.out = GroupedLinear(groups, config.hidden[-1], config.block_tokens * width, bias=bias)
 
     def forward(self, z: Tensor, columns: Tensor) -> Tensor:
         """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``."""
@@ -173,4 +254,20 @@ class _Network(nn.Module):
         return self.out(self.mlp(z.flatten(2))).view(groups, count, self.tokens_out, width)
 
 
-_BLOCKS = {"fm": _FactorizationMachine, "cross": _Cross, "mlp": _Network}
+class _Mix(nn.Module):
+    def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({name: _BLOCKS[name](config, tokens, width, groups, bias) for name in config.mix})
+
+    def forward(self, z: Tensor, columns: Tensor) -> Tensor:
+        """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``, the sum of the blocks, of the spread of one."""
+        outs = [block(z, columns) for block in self.blocks.values()]
+        return torch.stack(outs).sum(0) * len(outs) ** -0.5
+
+
+_BLOCKS: dict[str, type[nn.Module]] = {
+    "fm": _FactorizationMachine,
+    "cross": _Cross,
+    "mlp": _Network,
+    "dhen": _Mix,
+}

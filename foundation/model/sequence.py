@@ -2,7 +2,8 @@
 
 ``S' = S + GDPA(LN(S), K(X_sum), V(X_sum))`` and ``S'' = S' + MHA(LN(S'))``, the sequence layer of InterFormer (arXiv
 2411.09852) with its personalised feed-forward network read as attention without softmax (Kunlun, arXiv 2602.10016):
-each summary token gives ``kv_per_summary`` hidden units.
+each summary token gives ``kv_per_summary`` hidden units. With ``norm: post`` it is ``S' = LN(S + GDPA(S, ...))`` and
+``S'' = LN(S' + MHA(S'))``, as Kunlun has it.
 
 Legend: T events, B sequences, S summary tokens, E event width, H heads, d = E / H, m = kv_per_summary.
 """
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.events import Events
+from foundation.model.rotary import Rotary
 from kernels.gdpa import ACTIVATIONS, gdpa
-from kernels.jagged import sequence_ids
 from kernels.jagged_attention import jagged_attention
+
+BLOCK = 64
+"""Events of a block of ``attention: block``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +36,12 @@ class SequenceConfig:
         kv_per_summary: hidden units of the generated network per summary token; 0 leaves the network out.
         gdpa_heads: heads of the generated network.
         activation: its activation, one of ``kernels.gdpa.ACTIVATIONS``.
-        attention: self-attention over all events, over a ``window`` on each side, or none.
+        attention: self-attention over all events (``full``), over a ``window`` on each side, inside blocks of 64
+            consecutive events counted from the oldest (``block``), or none.
         window: events on each side.
         rotary: rotate queries and keys by the event's place, by its time gap, or half by each (ROTE of Kunlun).
+        norm: ``pre``, normalise what each half reads; ``post``, what it leaves.
+        qk_norm: root-mean-square norm of queries and keys, head by head, with a learned scale; in both halves.
         dropout: on what either half adds.
     """
 
@@ -43,9 +50,11 @@ class SequenceConfig:
     kv_per_summary: int = 4
     gdpa_heads: int = 1
     activation: str = "silu"
-    attention: Literal["full", "window", "none"] = "full"
+    attention: Literal["full", "window", "block", "none"] = "full"
     window: int = 32
     rotary: Literal["none", "position", "time", "both"] = "none"
+    norm: Literal["pre", "post"] = "pre"
+    qk_norm: bool = False
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -55,10 +64,12 @@ class SequenceConfig:
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"sequence.activation: must be one of {known}, got {self.activation!r}")
-        if self.attention not in ("full", "window", "none"):
-            raise ValueError(f"sequence.attention: must be full, window or none, got {self.attention!r}")
+        if self.attention not in ("full", "window", "block", "none"):
+            raise ValueError(f"sequence.attention: must be full, window, block or none, got {self.attention!r}")
         if self.rotary not in ("none", "position", "time", "both"):
             raise ValueError(f"sequence.rotary: must be none, position, time or both, got {self.rotary!r}")
+        if self.norm not in ("pre", "post"):
+            raise ValueError(f"sequence.norm: must be pre or post, got {self.norm!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"sequence.dropout: must be in [0, 1), got {self.dropout}")
 
@@ -70,107 +81,125 @@ class SequenceArm(nn.Module):
         ValueError: the width is no multiple of the heads, or rotary needs more even heads.
     """
 
-    def __init__(self, config: SequenceConfig, width: int) -> None:
+    def __init__(self, config: SequenceConfig, width: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.feed_forward = _GeneratedNetwork(config, width) if config.kv_per_summary else None
-        self.attention = _SelfAttention(config, width) if config.attention != "none" else None
+        self.feed_forward = GeneratedNetwork(config, width, bias) if config.kv_per_summary else None
+        self.attention = _SelfAttention(config, width, bias) if config.attention != "none" else None
 
-    def forward(self, events: Events, summaries: Tensor) -> Events:
-        """Events ``[T, E]`` under the feature summaries ``[B, S, E]`` of their rows."""
+    def forward(self, events: Events, summaries: Tensor | None) -> Events:
+        """Events ``[T, E]`` under the feature summaries ``[B, S, E]`` of their rows (None without the network)."""
         values = events.values
         if self.feed_forward is not None:
-            values = values + self.feed_forward(values, events.offsets, summaries)
+            assert summaries is not None
+            values = self.feed_forward(values, events.offsets, summaries)
         if self.attention is not None:
-            values = values + self.attention(events._replace(values=values))
+            values = self.attention(events._replace(values=values))
         return events._replace(values=values)
 
 
-class _GeneratedNetwork(nn.Module):
-    def __init__(self, config: SequenceConfig, width: int) -> None:
+class GeneratedNetwork(nn.Module):
+    """A feed-forward network whose matrices are made from the summaries of the row (PFFN as GDPA).
+
+    Raises:
+        ValueError: the width is no multiple of the heads.
+    """
+
+    def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.gdpa_heads:
             raise ValueError(f"sequence.gdpa_heads: width {width} is no multiple of {config.gdpa_heads}")
         self.heads, self.units, self.activation = config.gdpa_heads, config.kv_per_summary, config.activation
-        self.norm = nn.LayerNorm(width)
-        self.keys = nn.Linear(width, config.kv_per_summary * width)
-        self.values = nn.Linear(width, config.kv_per_summary * width)
+        self.pre = config.norm == "pre"
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.keys = nn.Linear(width, config.kv_per_summary * width, bias=bias)
+        self.values = nn.Linear(width, config.kv_per_summary * width, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.qk_norm = QKNorm(width // config.gdpa_heads) if config.qk_norm else None
 
     def forward(self, values: Tensor, offsets: Tensor, summaries: Tensor) -> Tensor:
+        """``values [T, E]`` of B sequences under ``summaries [B, S, E]``; residual and norm included."""
         batch, tokens, width = summaries.shape
         shape = (batch, tokens * self.units, self.heads, width // self.heads)
         keys = self.keys(summaries).reshape(shape)
+        queries = (self.norm(values) if self.pre else values).view(-1, *shape[2:])
+        if self.qk_norm is not None:
+            queries, keys = self.qk_norm(queries, keys)
+        generated = self.values(summaries).reshape(shape)
         out = gdpa(
-            self.norm(values).view(-1, *shape[2:]).to(keys.dtype),  # norms give float32 under autocast
+            queries.to(generated.dtype),  # norms give float32 under autocast
             keys,
-            self.values(summaries).reshape(shape),
+            generated,
             offsets,
             activation=self.activation,
             scale=shape[1] ** -0.5,
             logit_scale=shape[3] ** -0.5,
         )
-        return self.dropout(out.reshape(-1, width))
+        values = values + self.dropout(out.reshape(-1, width))
+        return values if self.pre else self.norm(values)
 
 
 class _SelfAttention(nn.Module):
-    def __init__(self, config: SequenceConfig, width: int) -> None:
+    def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.heads:
             raise ValueError(f"sequence.heads: width {width} is no multiple of {config.heads}")
-        self.heads = config.heads
+        self.heads, self.pre, self.block = config.heads, config.norm == "pre", config.attention == "block"
         self.window = config.window if config.attention == "window" else None
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
         self.rotary = None if config.rotary == "none" else Rotary(width // config.heads, config.rotary)
+        self.qk_norm = QKNorm(width // config.heads) if config.qk_norm else None
 
     def forward(self, events: Events) -> Tensor:
+        """Values ``[T, E]``; residual and norm included."""
         total, width = events.values.shape
-        x = self.norm(events.values)
+        x = self.norm(events.values) if self.pre else events.values
         # Three products rather than one: its slices would be copied on the way into the attention.
-        parts = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
+        parts = zip(self.qkv.weight.chunk(3), biases, strict=True)
         q, k, v = (F.linear(x, w, b).view(total, self.heads, width // self.heads) for w, b in parts)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         if self.rotary is not None:
-            q, k = self.rotary(q, events), self.rotary(k, events)
-        out = jagged_attention(q, k, v, events.offsets, events.offsets, window=self.window)
-        return self.dropout(self.out(out.reshape(total, width)))
+            angles = self.rotary.of_events(events)
+            q, k = angles.rotate(q), angles.rotate(k)
+        offsets = block_offsets(events.offsets, total, BLOCK) if self.block else events.offsets
+        out = jagged_attention(q.to(v.dtype), k, v, offsets, offsets, window=self.window)
+        values = events.values + self.dropout(self.out(out.reshape(total, width)))
+        return values if self.pre else self.norm(values)
 
 
-class Rotary(nn.Module):
-    """Rotates pairs of elements by an angle that grows with the event's place or time gap.
+class QKNorm(nn.Module):
+    """Root-mean-square norm of queries and keys over the head width, each with a learned scale."""
 
-    A product of two rotated vectors depends on the difference of their angles only. Frequencies fall geometrically
-    from 1 to 1/10,000 over places and from 4 to 1/16 over ``log(1 + seconds)`` (RoPE, arXiv 2104.09864; over time:
-    ROTE).
-
-    Raises:
-        ValueError: the head width is not a multiple of 2, or of 4 for ``both``.
-    """
-
-    places: Tensor
-    times: Tensor
-
-    def __init__(self, width: int, kind: str) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        parts = 2 if kind == "both" else 1
-        if width % (2 * parts):
-            raise ValueError(
-                f"sequence.rotary: {kind} needs a head width that is a multiple of {2 * parts}, got {width}"
-            )
-        pairs = width // (2 * parts)
-        step = torch.arange(pairs) / max(1, pairs)
-        empty = torch.zeros(0)
-        self.register_buffer("places", empty if kind == "time" else 10000.0**-step, persistent=False)
-        self.register_buffer("times", empty if kind == "position" else 4.0 * 64.0**-step, persistent=False)
+        self.query = nn.RMSNorm(width)
+        self.key = nn.RMSNorm(width)
 
-    def forward(self, x: Tensor, events: Events) -> Tensor:
-        """Rotates ``x [T, H, d]``."""
-        total = x.shape[0]
-        owner = sequence_ids(events.offsets, total)
-        start = events.offsets[:-1].index_select(0, owner)
-        place = (torch.arange(total, device=x.device) - start).to(torch.float32)
-        angle = torch.cat([place[:, None] * self.places, events.gap[:, None] * self.times], dim=1)[:, None, :]
-        cos, sin = angle.cos(), angle.sin()
-        even, odd = x.chunk(2, dim=2)
-        return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=2).to(x.dtype)
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., d]`` each."""
+        shape = self.query.weight.shape
+        return F.rms_norm(q, shape, self.query.weight.to(q.dtype)), F.rms_norm(k, shape, self.key.weight.to(k.dtype))
+
+
+def block_offsets(offsets: Tensor, total: int, size: int) -> Tensor:
+    """Offsets of the blocks of ``size`` consecutive rows into which each sequence is cut; the last may be shorter.
+
+    There are always ``total // size + B`` blocks, so that nothing waits for the lengths; those that are not needed
+    are empty and stand last.
+
+    Args:
+        offsets: int64 ``[B + 1]``. total: T.
+    """
+    sequences = offsets.shape[0] - 1
+    last = torch.cumsum((offsets.diff() + size - 1) // size, 0)  # blocks up to and with each sequence
+    block = torch.arange(total // size + sequences, device=offsets.device)
+    if not sequences:
+        return offsets
+    owner = torch.searchsorted(last, block, right=True).clamp(max=sequences - 1)
+    first = torch.cat([last.new_zeros(1), last[:-1]]).index_select(0, owner)
+    start = offsets.index_select(0, owner) + (block - first) * size
+    return torch.cat([start.clamp(max=total), offsets[-1:]])

@@ -66,12 +66,20 @@ class FeatureTokens(nn.Module):
 
     def forward(self, embedded: Embedded, batch: Batch) -> Tensor:
         """Tokens ``[M, N, F, D]``; the last ``item_count`` are the item's."""
+        request, item = self._sides(embedded, batch)
+        tokens = torch.cat([gather_rows(request, batch.request_index), item], dim=2)
+        return self.dropout(tokens.transpose(0, 1))
+
+    def sides(self, embedded: Embedded, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The request's tokens ``[M, R, F_r, D]`` and the item's ``[M, N, F_i, D]``."""
+        request, item = self._sides(embedded, batch)
+        return self.dropout(request.transpose(0, 1)), self.dropout(item.transpose(0, 1))
+
+    def _sides(self, embedded: Embedded, batch: Batch) -> tuple[Tensor, Tensor]:
         request = self.request(embedded.request, batch.request_dense)
         if self.surface is not None:
             request = torch.cat([request, gather_rows(self.surface, batch.surface).to(request.dtype)], dim=2)
-        item = self.item(embedded.item, batch.item_dense)
-        tokens = torch.cat([gather_rows(request, batch.request_index), item], dim=2)
-        return self.dropout(tokens.transpose(0, 1))
+        return request, self.item(embedded.item, batch.item_dense)
 
 
 class _SideTokens(nn.Module):

@@ -13,12 +13,14 @@ from foundation.data.encoding import EncodedBatch
 from foundation.data.schema import Schema
 from foundation.model.cross import CrossConfig
 from foundation.model.embeddings import EmbeddingsConfig
+from foundation.model.events import EventsConfig
 from foundation.model.gem import GEM, GEMConfig, GEMOutput
 from foundation.model.heads import HeadsConfig
 from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
 from foundation.model.match import MatchConfig
 from foundation.model.sequence import SequenceConfig
+from foundation.model.streams import StreamsConfig
 from foundation.model.tokens import TokensConfig
 from foundation.parallel.parallelize import SparseConfig, parallelize
 from tests.foundation.model.batches import TABLE_ROWS, encoded_batch, make_batch, model_schema
@@ -39,6 +41,59 @@ CONFIGS: dict[str, GEMConfig] = {
             interaction=InteractionConfig(block="cross", experts=2, input_scale=0.5, dropout=0.1),
             sequence=SequenceConfig(width=12, attention="window", window=2, rotary="position", dropout=0.1),
         ),
+    ),
+    "streams": GEMConfig(
+        width=8,
+        streams=StreamsConfig(
+            width={"watched": 12, "merged": 16},
+            heads={"bought": 1},
+            layers={"bought": 0},
+            attention={"watched": "block"},
+            cls_tokens={"bought": 1},
+            pooled_tokens={"watched": 3},
+            recent_tokens={"watched": 1},
+            merge_after=1,
+        ),
+        events=EventsConfig(mask_hidden=6),
+    ),
+    "kunlun": GEMConfig(
+        width=8,
+        layers=3,
+        layer=LayerConfig(
+            bias=False,
+            skip="alternate",
+            cross=CrossConfig(pooling="hsp", seeds=5, kron_terms=2),
+            interaction=InteractionConfig(experts=2, partition="split", compression="attentive", fm_rank=3),
+            sequence=SequenceConfig(attention="window", window=2, norm="post", qk_norm=True, rotary="both"),
+        ),
+    ),
+    "user layers": GEMConfig(
+        width=8,
+        layers=3,
+        user_layers=2,
+        members=2,
+        match=MatchConfig(sequences=("watched",)),
+        streams=StreamsConfig(width={"bought": 4}, merge_after=2),
+        layer=LayerConfig(interaction=InteractionConfig(block="dhen", mix=("fm", "cross", "mlp"), pre_norm=True)),
+    ),
+    "shared": GEMConfig(
+        width=8,
+        layers=3,
+        user_layers=1,
+        joint="shared",
+        streams=StreamsConfig(width={"bought": 4}),
+        layer=LayerConfig(
+            skip="alternate",
+            interaction=InteractionConfig(fm_rank=0),
+            sequence=SequenceConfig(rotary="both", qk_norm=True, heads=1),
+        ),
+    ),
+    "shared, no user layers": GEMConfig(
+        width=8,
+        joint="shared",
+        streams=StreamsConfig(merge_after=0),
+        layer=LayerConfig(cross=CrossConfig(target_aware=False, pooling="hsp", seeds=3, recent_tokens=0)),
+        heads=HeadsConfig(reads="summaries"),
     ),
     "small": GEMConfig(width=8, layers=1, heads=HeadsConfig(adapter_rank=0)),
     "no attention": GEMConfig(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foundation.model.grouped import GroupedLinear, GroupedMLP, GroupedNorm
-from foundation.model.interaction import InteractionArm, InteractionConfig
+from foundation.model.interaction import InteractionArm, InteractionConfig, partition
 
 COUNT, TOKENS, SUMMARIES, WIDTH = 5, 4, 2, 6
 
@@ -18,10 +18,10 @@ def inputs(members: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(members, COUNT, TOKENS, WIDTH), torch.randn(COUNT, SUMMARIES, WIDTH)
 
 
-def build(members: int = 1, **options: object) -> InteractionArm:
+def build(members: int = 1, *, bias: bool = True, rank: int = 4, **options: object) -> InteractionArm:
     torch.manual_seed(0)
-    config = InteractionConfig(block_tokens=3, linear_tokens=2, fm_rank=4, cross_rank=5, **options)  # type: ignore[arg-type]
-    return InteractionArm(config, TOKENS + SUMMARIES, WIDTH, members)
+    config = InteractionConfig(block_tokens=3, linear_tokens=2, fm_rank=rank, cross_rank=5, **options)  # type: ignore[arg-type]
+    return InteractionArm(config, TOKENS + SUMMARIES, WIDTH, members, bias=bias)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -58,6 +58,77 @@ def test_factorization_machine_equals_the_published_layer() -> None:
     linear, residual = mixed[:, :2], mixed[:, 2:]
     want = F.layer_norm(torch.cat([fm.view(COUNT, 3, WIDTH), linear], dim=1) + residual, (WIDTH,))
     torch.testing.assert_close(out, want)
+
+
+def test_attentive_compression_equals_its_equations() -> None:
+    arm = build(block="fm", hidden=(), compression="attentive", attentive_tokens=2, attentive_hidden=7, bias=False)
+    arm, (x, s) = arm.double(), inputs()
+    z = torch.cat([x[0], s], dim=1).double()
+    block, n = arm.block, TOKENS + SUMMARIES
+    few = torch.einsum("bnd,na->bda", z, block.y.compress.weight[0]).flatten(1)
+    y = F.silu(few @ block.y.hidden.weight[0]) @ block.y.out.weight[0] + block.y.learned[0]
+    pairs = torch.stack([z[b] @ (z[b].T @ y[b].view(n, 4)) for b in range(COUNT)])
+    fm = F.layer_norm(pairs.flatten(1), (n * 4,)) @ block.out.weight[0]
+    mixed = torch.einsum("bnd,no->bod", z, arm.compression.weight[0])
+    want = F.layer_norm(torch.cat([fm.view(COUNT, 3, WIDTH), mixed[:, :2]], dim=1) + mixed[:, 2:], (WIDTH,))
+    torch.testing.assert_close(arm(x.double(), s.double())[0], want)
+
+
+def test_rank_0_is_the_whole_matrix_of_products() -> None:
+    arm, (x, s) = build(block="fm", hidden=(), rank=0), inputs()
+    z = torch.cat([x[0], s], dim=1)
+    flat = F.layer_norm((z @ z.transpose(1, 2)).flatten(1), ((TOKENS + SUMMARIES) ** 2,))
+    fm = flat @ arm.block.out.weight[0] + arm.block.out.bias[0, 0]
+    columns = z.transpose(1, 2).reshape(1, COUNT * WIDTH, -1)
+    torch.testing.assert_close(arm.block(z[None], columns)[0], fm.view(COUNT, 3, WIDTH))
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(6, 2), (7, 3), (2, 4), (5, 1)])
+def test_partitions_cover_all_tokens(tokens: int, experts: int) -> None:
+    parts = partition(tokens, experts)
+    assert set(parts.flatten().tolist()) == set(range(tokens))
+    assert all(len(set(row)) == len(row) for row in parts.tolist())
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_an_expert_sees_its_part_only(members: int) -> None:
+    arm, (x, s) = (
+        build(members=members, block="mlp", hidden=(7,), experts=3, partition="split", norm=False),
+        inputs(members),
+    )
+    out = arm(x, s)
+    assert out.shape == (members, COUNT, 15, WIDTH)
+    other = x.clone()
+    other[:, :, 1] += 1.0  # the second expert's
+    after = arm(other, s)
+    assert torch.equal(out[:, :, :5], after[:, :, :5])
+    assert not torch.equal(out[:, :, 5:10], after[:, :, 5:10])
+    assert torch.equal(out[:, :, 10:], after[:, :, 10:])
+    z = torch.cat([x, s.expand(members, -1, -1, -1)], dim=2)
+    for m in range(members):
+        e = 3 * m + 1
+        part = z[m][:, [1, 4]]
+        hidden = F.silu(part.flatten(1) @ arm.block.mlp.linears[0].weight[e] + arm.block.mlp.linears[0].bias[e, 0])
+        block = (hidden @ arm.block.out.weight[e] + arm.block.out.bias[e, 0]).view(COUNT, 3, WIDTH)
+        mixed = torch.einsum("bnd,no->bod", part, arm.compression.weight[e])
+        want = torch.cat([block, mixed[:, :2]], dim=1) + mixed[:, 2:]
+        torch.testing.assert_close(out[m, :, 5:10], want)
+
+
+def test_dhen_sums_its_blocks() -> None:
+    arm, (x, s) = build(block="dhen", mix=("fm", "mlp"), hidden=(7,)), inputs()
+    z = torch.cat([x, s[None]], dim=2)
+    columns = z.transpose(2, 3).reshape(1, COUNT * WIDTH, -1)
+    want = sum(arm.block.blocks[name](z, columns) for name in ("fm", "mlp")) / 2**0.5
+    torch.testing.assert_close(arm.block(z, columns), want)
+
+
+def test_tokens_can_be_normalised_on_the_way_in() -> None:
+    (x, s), arm = inputs(), build(block="cross", pre_norm=True)
+    plain = build(block="cross")
+    state = {name: value for name, value in arm.state_dict().items() if not name.startswith("pre_norm")}
+    plain.load_state_dict(state)
+    torch.testing.assert_close(arm(x, s), plain(F.layer_norm(x, (WIDTH,)), F.layer_norm(s, (WIDTH,))))
 
 
 def test_cross_layers_equal_the_published_ones() -> None:
@@ -112,6 +183,11 @@ def test_no_linear_tokens_and_no_summaries() -> None:
         ({"block_tokens": 0}, "block_tokens"),
         ({"linear_tokens": -1}, "linear_tokens"),
         ({"experts": 0}, "experts"),
+        ({"mix": ("dhen",)}, "mix"),
+        ({"partition": "half"}, "partition"),
+        ({"compression": "none"}, "compression"),
+        ({"compression": "attentive", "fm_rank": 0}, "fm_rank"),
+        ({"block": "dhen", "mix": ("mlp",), "hidden": ()}, "hidden"),
         ({"hidden": (0,)}, "hidden"),
         ({"block": "mlp", "hidden": ()}, "hidden"),
         ({"dropout": 1.0}, "dropout"),

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foundation.model.cross import CrossConfig, FeatureSummary, Pooling, SequenceSummary
-from foundation.model.events import Events
-from foundation.model.sequence import Rotary, SequenceArm, SequenceConfig
+from foundation.model.cross import CrossConfig, FeatureSummary, SequenceSummary
+from foundation.model.events import Events, History
+from foundation.model.pooling import Pooling
+from foundation.model.rotary import Rotary
+from foundation.model.sequence import SequenceArm, SequenceConfig, block_offsets
 from kernels.jagged import offsets_from_lengths
 
 LENGTHS, WIDTH, SUMMARIES = [3, 0, 5, 1], 8, 2
@@ -43,7 +45,62 @@ def test_the_layer_equals_its_equations() -> None:
         torch.testing.assert_close(parts(out.values, out.offsets)[b], s)
 
 
-@pytest.mark.parametrize("attention", ["full", "window", "none"])
+def test_post_norm_and_normalised_queries_and_keys() -> None:
+    torch.manual_seed(0)
+    arm = SequenceArm(SequenceConfig(heads=2, kv_per_summary=3, norm="post", qk_norm=True), WIDTH, bias=False).double()
+    events, summaries = make_events(), torch.randn(4, SUMMARIES, WIDTH, dtype=torch.float64)
+    events = events._replace(values=events.values.double())
+    out = arm(events, summaries)
+    network, attention = arm.feed_forward, arm.attention
+    assert network is not None
+    assert attention is not None
+
+    def unit(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt()
+
+    for b, s in enumerate(parts(events.values, events.offsets)):
+        keys, values = (m(summaries[b]).view(SUMMARIES * 3, WIDTH) for m in (network.keys, network.values))
+        hidden = F.silu(unit(s) @ unit(keys).T / WIDTH**0.5)
+        s = F.layer_norm(s + hidden @ values / (SUMMARIES * 3) ** 0.5, (WIDTH,))
+        q, k, v = (x.view(-1, 2, WIDTH // 2).transpose(0, 1) for x in attention.qkv(s).chunk(3, dim=1))
+        mixed = torch.softmax(unit(q) @ unit(k).transpose(1, 2) / (WIDTH // 2) ** 0.5, dim=2) @ v
+        s = F.layer_norm(s + attention.out(mixed.transpose(0, 1).reshape(-1, WIDTH)), (WIDTH,))
+        torch.testing.assert_close(parts(out.values, out.offsets)[b], s)
+
+
+def test_without_biases_no_parameter_is_one() -> None:
+    arm = SequenceArm(SequenceConfig(), WIDTH, bias=False)
+    assert not [name for name, _ in arm.named_parameters() if name.endswith("bias")]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 3, 0, 4, 9, 0], [4, 8], [1, 1, 1]])
+def test_blocks_cut_each_sequence(lengths: list[int]) -> None:
+    offsets = offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
+    blocks = block_offsets(offsets, sum(lengths), 4)
+    assert blocks[0] == 0
+    assert blocks[-1] == sum(lengths)
+    want = [min(4, length - i) for length in lengths for i in range(0, length, 4)]
+    assert [n for n in blocks.diff().tolist() if n] == want
+    assert blocks.diff()[: len(want)].tolist() == want, "blocks that are not needed stand last"
+
+
+def test_blocks_limit_what_an_event_sees() -> None:
+    torch.manual_seed(0)
+    arm = SequenceArm(SequenceConfig(attention="block", kv_per_summary=0), WIDTH).double()
+    full = SequenceArm(SequenceConfig(attention="full", kv_per_summary=0), WIDTH).double()
+    full.load_state_dict(arm.state_dict())
+    events = make_events([150, 0, 64, 65])
+    events = events._replace(values=events.values.double())
+    got = parts(arm(events, None).values, events.offsets)
+    for b, s in enumerate(parts(events.values, events.offsets)):
+        want = [
+            full(Events(part, torch.tensor([0, len(part)]), torch.zeros(len(part))), None).values
+            for part in s.split(64)
+        ]
+        torch.testing.assert_close(got[b], torch.cat(want) if len(s) else s)
+
+
+@pytest.mark.parametrize("attention", ["full", "window", "block", "none"])
 @pytest.mark.parametrize("rotary", ["none", "position", "time", "both"])
 def test_a_sequence_alone_gives_the_same(attention: str, rotary: str) -> None:
     torch.manual_seed(0)
@@ -82,7 +139,7 @@ def test_rotary_products_depend_on_differences_only() -> None:
 @pytest.mark.parametrize("target_aware", [False, True])
 def test_pooling_equals_multi_head_attention(target_aware: bool) -> None:
     torch.manual_seed(0)
-    pool = Pooling(CrossConfig(pooled_tokens=3, pooling_heads=2, target_aware=target_aware), WIDTH)
+    pool = Pooling(3, 2, target_aware, WIDTH)
     events, target = make_events(), torch.randn(4, WIDTH)
     out = pool(events.values, events.offsets, target)
     assert out.shape == (4, 3, WIDTH)
@@ -101,7 +158,7 @@ def test_summary_holds_cls_recent_and_pooled_tokens() -> None:
     summary = SequenceSummary(config, WIDTH, 5)
     cls = torch.randn(4, 1, WIDTH)
     events = make_events().append(cls)
-    out = summary(events, torch.zeros(4, WIDTH))
+    out = summary(History(events), torch.zeros(4, WIDTH))
     assert out.shape == (4, config.sequence_tokens, 5)
     first = summary.norm(events.values)
 
@@ -135,6 +192,7 @@ def test_feature_summary(hidden: int) -> None:
         ({"attention": "causal"}, "attention"),
         ({"rotary": "yes"}, "rotary"),
         ({"window": -1}, "window"),
+        ({"norm": "sandwich"}, "norm"),
         ({"dropout": 1.0}, "dropout"),
     ],
 )
@@ -151,6 +209,6 @@ def test_sizes_that_do_not_go_together_are_named() -> None:
     with pytest.raises(ValueError, match=r"sequence\.rotary"):
         SequenceArm(SequenceConfig(heads=4, rotary="both"), WIDTH)
     with pytest.raises(ValueError, match=r"cross\.pooling_heads"):
-        Pooling(CrossConfig(pooling_heads=3), WIDTH)
+        Pooling(2, 3, True, WIDTH)
     with pytest.raises(ValueError, match="cross: one of"):
         CrossConfig(cls_tokens=0, pooled_tokens=0, recent_tokens=0)

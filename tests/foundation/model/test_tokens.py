@@ -134,3 +134,18 @@ def test_wrong_token_options_are_named() -> None:
         TokensConfig(dense_tokens=0)
     with pytest.raises(ValueError, match=r"tokens\.dropout"):
         TokensConfig(dropout=1.0)
+
+
+def test_attributes_can_weigh_one_another() -> None:
+    """MaskNet: the elements of all attributes times what a network makes of them, then one projection."""
+    torch.manual_seed(0)
+    schema, batch = model_schema(), make_batch(model_schema(), SIZES)
+    embeddings = Embeddings(EmbeddingsConfig(), schema, TABLE_ROWS)
+    config = EventsConfig(mask_hidden=5, time_knots=0, position_knots=0)
+    tokens = EventTokens(config, schema.sequence("watched"), embeddings.dims, 8)
+    rows = torch.cat([embeddings(batch).events[f"watched.{name}"] for name in ("item", "author", "action")], dim=1)
+    assert tokens.mask is not None
+    first, _, second = tokens.mask
+    mask = torch.relu(rows @ first.weight.T + first.bias) @ second.weight.T + second.bias
+    want = tokens.norm((rows * mask) @ tokens.projection.weight.T + tokens.projection.bias)
+    torch.testing.assert_close(tokens(embeddings(batch), batch).values, want)

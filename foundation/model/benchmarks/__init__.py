@@ -1,0 +1,1 @@
+"""Benchmarks of the model: commands that print a table."""
