@@ -131,10 +131,8 @@ class GEM(nn.Module):
         )
         self.merge: MergeStreams | None = None
         if merged:
-            kept = {s.name: s.cross.cls_tokens if user_layers or self.merge_after else 0 for s in apart}
-            self.merge = MergeStreams(
-                apart, merged[0].width, kept if self.merge_after else dict.fromkeys(names, 0), bias=bias
-            )
+            kept = {s.name: s.cross.cls_tokens if self.merge_after else 0 for s in apart}
+            self.merge = MergeStreams(apart, merged[0].width, kept, bias=bias)
         own = len(self.tokens.names) - self.tokens.item_count
         if not (own if user_layers else len(self.tokens.names) + (1 if self.match.width else 0)):
             side = "user or context feature" if user_layers else "feature"
@@ -228,7 +226,9 @@ class GEM(nn.Module):
     def _join(self, histories: dict[str, History], x: Tensor, batch: Batch) -> dict[str, History]:
         """From histories of requests to those of their impressions, whose features add to the CLS tokens."""
         streams, index = self.phases[self.config.user_layers], batch.request_index
-        totals = {**batch.impression_events, MERGED: sum(batch.impression_events.values())}
+        totals = dict(batch.impression_events)
+        if self.merge is not None:
+            totals[MERGED] = sum(totals.values())
         cls = by_stream(streams, self.cls, self.own_cls, x)
         joined = {}
         for stream in streams:
