@@ -79,7 +79,7 @@ def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) ->
     weights = _weights(collections)
     _fuse_optimizer(collections, config)
     sharders: list[ModuleSharder] = [
-        # Sends each id of a batch once; its kernel exists on CUDA only, and waits for the device. One rank sends nothing.
+        # Dedup sends each id of a batch once. Its kernel exists on CUDA only, and the host waits for it.
         EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda" and dist.get_world_size() > 1),
         EmbeddingBagCollectionSharder(),
     ]

@@ -66,7 +66,7 @@ def evaluate(
     model.eval()
     reader.set_epoch(0)
     try:
-        for batch, _ in islice(device_batches(reader, device), max_batches or None):
+        for batch, *_ in islice(device_batches(reader, device), max_batches or None):
             with autocast():
                 logits = model(batch).logits
             suite.update(

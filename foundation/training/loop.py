@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,13 +19,18 @@ from foundation.data.logs import LogReader
 from foundation.data.progress import progress as progress_bar
 from foundation.training.checkpoint_files import point, prune, write_checkpoint
 from foundation.training.evaluate import EvaluationConfig, evaluate
+from foundation.training.guard import TableGuard
 from foundation.training.metrics import LARGER_IS_BETTER, Results, pick
 from foundation.training.nonfinite import culprits
-from foundation.training.pipeline import device_batches
+from foundation.training.pipeline import Delivered, device_batches
 from foundation.training.rng import rng_state, untouched_rng
 from foundation.training.run_log import RunLog, finite
 from foundation.training.schedule import ScheduleConfig, rate_factor
 from foundation.training.state import TrainState
+from foundation.training.window import LogWindow
+
+RUN_AHEAD = 2
+"""Steps that the host may be ahead of a CUDA device before it reads what became of them."""
 
 
 class TrainingError(ValueError):
@@ -72,6 +77,33 @@ class LoopConfig:
     max_skipped: int
 
 
+@dataclass(slots=True)
+class _Outcome:
+    """What became of a step, on its way from the device: whether it was usable, loss, gradient norm, impressions."""
+
+    step: int
+    batch: Batch
+    values: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    @staticmethod
+    def send(step: int, batch: Batch, values: list[torch.Tensor]) -> _Outcome:
+        """Starts the copy of the scalars to the host."""
+        stacked = torch.stack([value.detach().to(torch.float64) for value in values])
+        if not stacked.is_cuda:
+            return _Outcome(step, batch, stacked, None)
+        arrived = torch.cuda.Event()
+        here = stacked.to("cpu", non_blocking=True)
+        arrived.record()
+        return _Outcome(step, batch, here, arrived)
+
+    def read(self) -> list[float]:
+        """The scalars, once they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
+
+
 @dataclass(kw_only=True)
 class Loop:
     """A run in progress.
@@ -88,6 +120,8 @@ class Loop:
         reset_tables: draws the tables of a state anew, in place, for an epoch; called at the start of each but the
             first. None leaves the tables alone.
         first_batch: called once, when the first batch is there.
+        flops: useful operations of a step on a batch in main memory, for the log; None leaves them out.
+        peak_flops: of one device, for MFU; None leaves it out.
     """
 
     fabric: Fabric
@@ -100,10 +134,18 @@ class Loop:
     manifest: dict[str, Any]
     reset_tables: Callable[[TrainState, int], None] | None = None
     first_batch: Callable[[], None] | None = None
+    flops: Callable[[Batch], float] | None = None
+    peak_flops: float | None = None
     results: Results = field(default_factory=dict)
     _position: dict[str, Any] = field(default_factory=dict)
     _saved_at: int | None = None
-    _window: _Window = field(default_factory=lambda: _Window())
+    _window: LogWindow = field(default_factory=LogWindow)
+    _pending: deque[_Outcome] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        # Where the host need not wait to learn what became of a step, it does so at once.
+        self._run_ahead = RUN_AHEAD if self.fabric.device.type == "cuda" else 0
+        self._guard = TableGuard(self.state.model) if self._run_ahead else None
 
     def run(self) -> str:
         """Trains until the last step or an early stop; returns which: "finished" or "stopped early".
@@ -116,8 +158,9 @@ class Loop:
         if stopped or progress.step >= self.config.steps:  # a run that had ended is resumed
             return "stopped early" if stopped else "finished"
         with self._bar() as advance:
-            for batch, last_of_epoch in self._batches():
-                self._step(batch)
+            for delivered, last_of_epoch in self._batches():
+                self._step(delivered)
+                self._settle(self._run_ahead)
                 advance(1, self._window.describe())
                 last = progress.step >= self.config.steps
                 if last or progress.step % self.config.log_every == 0:
@@ -133,7 +176,7 @@ class Loop:
         self._save()
         return "stopped early" if stopped else "finished"
 
-    def _batches(self) -> Iterator[tuple[Batch, bool]]:
+    def _batches(self) -> Iterator[tuple[Delivered, bool]]:
         """Batches over the epochs, with a mark at the last one of each."""
         progress = self.state.progress
         while True:
@@ -141,21 +184,24 @@ class Loop:
             length = len(self.reader)
             if self.reset_tables and progress.epoch and not progress.epoch_step:
                 self.reset_tables(self.state, progress.epoch)
-            for batch, position in device_batches(self.reader, self.fabric.device):
+            for delivered in device_batches(self.reader, self.fabric.device, self.flops):
                 if self.first_batch:
                     self.first_batch()
                     self.first_batch = None
-                self._position = position
+                self._position = delivered.position
                 progress.epoch_step += 1
                 last = progress.epoch_step >= length
                 if last:
                     progress.epoch, progress.epoch_step = progress.epoch + 1, 0
-                yield batch, last
+                yield delivered, last
             assert progress.epoch_step == 0, "the reader ended before the length it announced"
 
-    def _step(self, batch: Batch) -> None:
-        """One step on this rank's batch, together with the other ranks."""
-        state, progress = self.state, self.state.progress
+    def _step(self, delivered: Delivered) -> None:
+        """One step on this rank's batch, together with the other ranks.
+
+        On CUDA the host only queues it: a step that is not usable is left out by the device.
+        """
+        state, progress, batch = self.state, self.state.progress, delivered.batch
         factor = rate_factor(self.config.schedule, progress.step, self.config.steps)
         state.rates.scale(factor)  # before backward, where the tables are updated
         state.dense.scale(factor)
@@ -164,49 +210,61 @@ class Loop:
             output = state.model(batch)
         losses = state.model.module.loss(output, batch)
         loss = losses.total * rank_share(batch)
-        value = loss.item()
-        usable, impressions = agree(math.isfinite(value), batch.num_impressions, self.fabric.device)
-        norm = math.nan
-        if usable:
+        usable, impressions = agree(torch.isfinite(loss.detach()), batch.num_impressions)
+        norm = loss.new_full((), math.nan)
+        if self._guard:
+            self._guard.allow(usable)
+        if self._run_ahead or usable:
             self.fabric.backward(loss)
-            norm = state.dense.clip().item()
-            if math.isfinite(norm):
-                state.dense.step()
+            norm = state.dense.clip()
+        taken = usable & torch.isfinite(norm)
+        state.dense.step(taken)
         state.dense.zero_grad()
         progress.step += 1
-        progress.samples += impressions
-        if not math.isfinite(norm):
-            self._skipped("gradients are" if usable else "loss is", batch)
-            return
-        progress.skipped_in_a_row = 0
-        if state.ema:
+        if state.ema and (self._run_ahead or taken):
             state.ema.update(progress.step - progress.skipped)
-        self._window.add(value, losses.per_task, batch, norm, impressions)
+        self._window.queued(losses.per_task, batch, taken, delivered)
+        self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions]))
 
-    def _skipped(self, what: str, batch: Batch) -> None:
+    def _settle(self, ahead: int = 0) -> None:
+        """Reads what became of steps, until at most so many of the latest are not read."""
+        progress = self.state.progress
+        while len(self._pending) > ahead:
+            outcome = self._pending.popleft()
+            usable, loss, norm, impressions = outcome.read()
+            progress.samples += int(impressions)
+            if usable and math.isfinite(norm):
+                progress.skipped_in_a_row = 0
+                self._window.done(loss, norm, int(impressions))
+            else:
+                self._skipped("gradients are" if usable else "loss is", outcome)
+
+    def _skipped(self, what: str, outcome: _Outcome) -> None:
         progress = self.state.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        found = culprits(batch, self.reader.dataset.schema, self.state.model)
+        found = culprits(outcome.batch, self.reader.dataset.schema, self.state.model)
         text = f"the {what} not finite, the step is skipped; not finite: {found}"
-        self.log.note("skipped", progress.step, text)
+        self.log.note("skipped", outcome.step, text)
         if progress.skipped_in_a_row >= self.config.max_skipped:
             raise TrainingError(
-                f"step {progress.step}: {progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                f"step {outcome.step}: {progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
                 f"finite (max_skipped); in the last one, not finite: {found}. Check these columns with `opengem "
                 "doctor`, or lower dense.lr and sparse.lr"
             )
 
     def _log_numbers(self) -> None:
+        self._settle()
         progress = self.state.progress
         factor = rate_factor(self.config.schedule, max(0, progress.step - 1), self.config.steps)
-        numbers = self._window.numbers(self.reader.dataset.schema.task_names)
+        numbers = self._window.numbers(self.reader.dataset.schema.task_names, self.peak_flops)
         numbers |= {"rate_factor": factor, "epoch": progress.epoch, "samples": progress.samples}
         self.log.numbers("train", progress.step, numbers)
-        self._window = _Window()
+        self._window = LogWindow()
 
     def _evaluate(self) -> bool:
         """Evaluates, keeps the best checkpoint, and says whether to stop early."""
+        self._settle()
         progress, config = self.state.progress, self.config.evaluation
         if self.validation is None or progress.evaluated_at == progress.step:
             return False
@@ -240,6 +298,7 @@ class Loop:
 
     def _save(self) -> Path:
         """Writes a checkpoint of the current step, unless there is one."""
+        self._settle()
         progress = self.state.progress
         path = self.checkpoints / f"step-{progress.step:08d}"
         if self._saved_at != progress.step:
@@ -274,64 +333,16 @@ def rank_share(batch: Batch) -> torch.Tensor | float:
     return torch.where(everywhere > 0, weight / everywhere, 0.0) * dist.get_world_size()
 
 
-def agree(finite: bool, impressions: int, device: torch.device) -> tuple[bool, int]:
-    """Whether all ranks' losses are finite, and the impressions of all ranks."""
+def agree(finite: torch.Tensor, impressions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether all ranks' losses are finite, and the impressions of all ranks: scalars on the device; a collective call.
+
+    Args:
+        finite: bool scalar, whether this rank's loss is.
+        impressions: of this rank.
+    """
+    count = finite.new_full((), impressions, dtype=torch.int64)
     if dist.get_world_size() == 1:
-        return finite, impressions
-    both = torch.tensor([not finite, impressions], dtype=torch.int64, device=device)
+        return finite, count
+    both = torch.stack([finite.logical_not().to(torch.int64), count])
     dist.all_reduce(both)
-    broken, everywhere = both.tolist()
-    return not broken, everywhere
-
-
-class _Window:
-    """Sums since the last line of numbers. Rates leave out evaluations and checkpoints."""
-
-    def __init__(self) -> None:
-        self._loss = 0.0
-        self._task_loss: torch.Tensor | None = None  # [2, K]: summed losses and weights of valid labels
-        self._norm = 0.0
-        self._steps = 0
-        self._impressions = 0
-        self._seconds = 0.0
-        self._clock = time.perf_counter()
-
-    def add(self, loss: float, per_task: torch.Tensor, batch: Batch, norm: float, impressions: int) -> None:
-        """Adds a step that was not skipped; `per_task` `[K]` may be NaN where no label is valid."""
-        weight = (batch.weight[:, None] * batch.label_valid).sum(0)
-        sums = torch.stack([torch.where(weight > 0, per_task.detach() * weight, 0.0), weight])
-        self._task_loss = sums if self._task_loss is None else self._task_loss + sums
-        self._loss += loss
-        self._norm += norm
-        self._steps += 1
-        self._impressions += impressions
-        now = time.perf_counter()
-        self._seconds += now - self._clock
-        self._clock = now
-
-    def restart_clock(self) -> None:
-        """Leaves the time since the last step out."""
-        self._clock = time.perf_counter()
-
-    def numbers(self, task_names: tuple[str, ...]) -> dict[str, Any]:
-        """Means over steps and ranks, and the speed over all ranks; a collective call."""
-        if self._task_loss is None:
-            return {}
-        loss = self._task_loss.new_tensor(self._loss / self._steps)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(loss)
-            dist.all_reduce(self._task_loss)
-        sums, weights = self._task_loss
-        return {
-            "loss": loss.item() / dist.get_world_size(),
-            "task_loss": dict(zip(task_names, (sums / weights).tolist(), strict=True)),
-            "gradient_norm": self._norm / self._steps,
-            "samples_per_second": self._impressions / max(self._seconds, 1e-9),
-        }
-
-    def describe(self) -> str | None:
-        """For the progress bar; None before the first step."""
-        if not self._steps:
-            return None
-        rate = self._impressions / max(self._seconds, 1e-9)
-        return f"training  loss {self._loss / self._steps:.4f}  {rate:,.0f} samples/s"
+    return both[0] == 0, both[1]

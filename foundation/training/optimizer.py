@@ -1,4 +1,7 @@
-"""The dense optimizer: AdamW with gradient clipping. Tables have their own, see `foundation.parallel`."""
+"""The dense optimizer: AdamW with gradient clipping. Tables have their own, see `foundation.parallel`.
+
+On CUDA it is PyTorch's fused AdamW, which can leave a step out without the host knowing; elsewhere its foreach form.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +51,19 @@ class DenseOptimizer:
         self._config = config
         decayed = [p for p in self.parameters.values() if p.ndim >= 2]
         others = [p for p in self.parameters.values() if p.ndim < 2]
+        self._fused = all(p.is_cuda for p in self.parameters.values())
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
-            foreach=True,
+            foreach=not self._fused,
+            fused=self._fused,
         )
         for p in self.parameters.values():
             self._adamw.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=p.device if self._fused else None),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
@@ -77,9 +82,17 @@ class DenseOptimizer:
             torch.nn.utils.clip_grads_with_norm_(present, self._config.clip_norm, norm, foreach=True)
         return norm
 
-    def step(self) -> None:
-        """One update; a parameter without a gradient stays."""
-        self._adamw.step()
+    def step(self, usable: torch.Tensor | bool = True) -> None:
+        """One update, or none where `usable`, a bool scalar, is false; a parameter without a gradient stays.
+
+        On CUDA the device decides and the host does not wait for it.
+        """
+        if self._fused and isinstance(usable, torch.Tensor):
+            skip = usable.logical_not().to(torch.float32)
+            setattr(self._adamw, "found_inf", skip)  # noqa: B010 (what its kernels ask for, as with GradScaler)
+            self._adamw.step()
+        elif usable:
+            self._adamw.step()
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""

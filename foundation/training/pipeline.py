@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from foundation.data.batch import Batch
 from foundation.data.logs import LogReader
 
-Positioned = tuple[Batch, dict[str, Any]]
+
+class Work(NamedTuple):
+    """What a batch holds, counted on the host before the batch goes to the device.
+
+    Args:
+        impressions: N.
+        tokens: events of all histories of the batch's requests.
+        flops: useful floating-point operations of a step, 0 where they are not counted.
+    """
+
+    impressions: int
+    tokens: int
+    flops: float
 
 
-def device_batches(reader: LogReader, device: torch.device) -> Iterator[Positioned]:
+class Delivered(NamedTuple):
+    """A batch on the device.
+
+    Args:
+        batch: the batch.
+        position: the reader's position to resume from once the batch is done.
+        work: what it holds.
+        waited: seconds that the host spent on reading and encoding it, waiting for the reader's processes included.
+    """
+
+    batch: Batch
+    position: dict[str, Any]
+    work: Work
+    waited: float
+
+
+def device_batches(
+    reader: LogReader, device: torch.device, flops: Callable[[Batch], float] | None = None
+) -> Iterator[Delivered]:
     """Yields the rest of the reader's epoch.
 
     On CUDA a batch is copied from page-locked memory on a stream of its own while the one before it is computed.
@@ -21,31 +52,42 @@ def device_batches(reader: LogReader, device: torch.device) -> Iterator[Position
     Args:
         reader: what to read.
         device: where the batches go.
-
-    Yields:
-        A batch, and the position to resume from once that batch is done.
+        flops: useful operations of a step on a batch, which is in main memory; None leaves them uncounted.
     """
-    schema = reader.dataset.schema
-    if device.type != "cuda":
-        for encoded in reader:
-            yield Batch.from_encoded(encoded, schema), reader.state_dict()
-        return
-    copies = torch.cuda.Stream(device)
-    ahead: Positioned | None = None
-    for encoded in reader:
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+    ahead: Delivered | None = None
+    source = iter(reader)
+    while True:
+        start = time.perf_counter()
+        encoded = next(source, None)
+        if encoded is None:
+            break
         position = reader.state_dict()
+        batch = Batch.from_encoded(encoded, reader.dataset.schema)
+        work = work_of(batch, flops)
+        if copies is None:
+            yield Delivered(batch, position, work, time.perf_counter() - start)
+            continue
         with torch.cuda.stream(copies):
-            batch = Batch.from_encoded(encoded, schema).pin_memory().to(device, non_blocking=True)
+            batch = batch.pin_memory().to(device, non_blocking=True)
+        delivered = Delivered(batch, position, work, time.perf_counter() - start)
         if ahead is not None:
             yield _ready(ahead, copies)
-        ahead = batch, position
+        ahead = delivered
     if ahead is not None:
+        assert copies is not None
         yield _ready(ahead, copies)
 
 
-def _ready(ahead: Positioned, copies: torch.cuda.Stream) -> Positioned:
+def work_of(batch: Batch, flops: Callable[[Batch], float] | None = None) -> Work:
+    """Counts a batch that is in main memory."""
+    tokens = sum(int(offsets[-1]) for offsets in batch.sequence_offsets.values())
+    return Work(batch.num_impressions, tokens, flops(batch) if flops else 0.0)
+
+
+def _ready(ahead: Delivered, copies: torch.cuda.Stream) -> Delivered:
     """Makes the computing stream wait for the copy and keeps the memory until that stream is done with it."""
     current = torch.cuda.current_stream()
     current.wait_stream(copies)
-    ahead[0].record_stream(current)
+    ahead.batch.record_stream(current)
     return ahead

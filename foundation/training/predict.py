@@ -91,7 +91,7 @@ def predict(config: PredictConfig) -> PredictResult:
     tasks = np.array(loaded.schema.task_names)
     impressions = 0
     with atomic_path(config.out) as path, _Writer(path) as writer:
-        for batch, _ in track(device_batches(reader, device), "predicting", len(reader)):
+        for batch, *_ in track(device_batches(reader, device), "predicting", len(reader)):
             with torch.inference_mode():
                 logits = loaded.model(batch).logits.float().cpu().numpy()
             table = rows.take(batch.impression_id.cpu().numpy())

@@ -22,6 +22,7 @@ from foundation.training.schedule import ScheduleConfig
 from foundation.training.train import TrainConfig
 from tests.foundation.data.builders import small_table, write_dataset
 
+SPEEDS = ("samples_per_second", "tokens_per_second", "data_wait", "loader_samples_per_second", "tflops", "mfu")
 MODEL = GEMConfig(
     width=8,
     layers=1,
@@ -60,10 +61,11 @@ def config(data: Path, out: Path, **changes: Any) -> TrainConfig:
 
 
 def lines(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says, without the speed, which differs between runs."""
+    """What `metrics.jsonl` says, without the speeds, which differ between runs."""
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for entry in entries:
-        entry.pop("samples_per_second", None)
+        for key in SPEEDS:
+            entry.pop(key, None)
     return [entry for entry in entries if kind in (None, entry["kind"])]
 
 

@@ -66,14 +66,14 @@ def steps(data: str, count: int) -> dict[str, Any]:
         output = state.model(batch)
         loss = state.model.module.loss(output, batch).total * rank_share(batch)
         # In the third step the last rank's loss is taken for broken: all ranks must skip it.
-        usable, impressions = agree(len(losses) != 2 or rank < world - 1, batch.num_impressions, CPU)
+        usable, impressions = agree(torch.tensor(len(losses) != 2 or rank < world - 1), batch.num_impressions)
         assert impressions == len(encoded.impression_id)
         if usable:
             loss.backward()
             state.dense.clip()
             state.dense.step()
         state.dense.zero_grad()
-        skipped += not usable
+        skipped += not bool(usable)
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / world)

@@ -1,0 +1,48 @@
+"""Steps that the device leaves out: tables stay, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foundation.data.batch import Batch
+from foundation.model.gem import GEM, GEMConfig
+from foundation.parallel.parallelize import SparseConfig, parallelize
+from foundation.training.ema import EMAConfig
+from foundation.training.guard import TableGuard
+from foundation.training.optimizer import DenseConfig
+from foundation.training.state import TrainState
+from tests.foundation.model.batches import TABLE_ROWS, make_batch, model_schema
+from tests.foundation.parallel.ranks import one_rank
+
+CONFIG = GEMConfig(width=8, layers=1)
+
+
+def step(state: TrainState, guard: TableGuard, batch: Batch, broken: bool) -> None:
+    loss = state.model.module.loss(state.model(batch), batch).total * (float("nan") if broken else 1.0)
+    guard.allow(torch.isfinite(loss.detach()))
+    loss.backward()
+    state.dense.step(torch.isfinite(loss.detach()))
+    state.dense.zero_grad()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_loss_that_is_not_finite_changes_nothing(broken: bool) -> None:
+    schema = model_schema()
+    with one_rank():
+        torch.manual_seed(0)
+        model = parallelize(GEM(CONFIG, schema, TABLE_ROWS), SparseConfig(lr=0.1), torch.device("cpu"))
+        state = TrainState.of(model, DenseConfig(), EMAConfig())
+        guard = TableGuard(model)
+        before = {key: clone(value) for key, value in state.tensors().items()}
+        step(state, guard, make_batch(schema, [2, 1, 3]), broken)
+        changed = [key for key, value in state.tensors().items() if not torch.equal(clone(value), before[key])]
+    if broken:
+        assert not changed
+    else:
+        assert any(key.startswith("model.embeddings") for key in changed)
+        assert any(key.startswith("momentum") for key in changed)
+
+
+def clone(value: torch.Tensor) -> torch.Tensor:
+    return (value.local_shards()[0].tensor if hasattr(value, "local_shards") else value).detach().clone()
