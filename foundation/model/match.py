@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,7 +109,7 @@ class MatchStatistics(nn.Module):
             self.plans.append(_Plan(known[name], tuple(pairs), tuple(outcomes)))
         self.width = sum(self._width(plan) for plan in self.plans)
         # As numbers, since tensors would have to be copied to the device; rounded to float32, as gaps are.
-        self.windows: list[float] = (torch.tensor(config.windows_hours) * 3600.0).tolist()
+        self.windows = [float(np.float32(hours) * np.float32(3600.0)) for hours in config.windows_hours]
 
     def _width(self, plan: _Plan) -> int:
         counts = (1 + len(plan.pairs)) * (2 + 2 * len(plan.outcomes)) + len(plan.outcomes)

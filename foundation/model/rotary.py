@@ -59,14 +59,24 @@ class Rotary(nn.Module):
 
     def of_events(self, events: Events) -> Angles:
         """Angles of all events."""
-        total = events.values.shape[0]
-        owner = sequence_ids(events.offsets, total)
-        start = events.offsets[:-1].index_select(0, owner)
-        place = torch.arange(total, device=events.offsets.device) - start
-        return self.at(place, events.gap)
+        return self.at(_places(events), events.gap)
+
+    def positions(self, events: Events) -> tuple[Tensor, Tensor]:
+        """What a kernel that rotates by itself takes: positions ``[T]`` or ``[T, 2]``, frequencies ``[P]``."""
+        kinds = [(_places(events).to(torch.float32), self.places), (events.gap, self.times)]
+        used = [(position, step) for position, step in kinds if step.shape[0]]
+        positions = used[0][0] if len(used) == 1 else torch.stack([position for position, _ in used], dim=1)
+        return positions, torch.cat([step for _, step in used])
 
     def at(self, place: Tensor, gap: Tensor) -> Angles:
         """Angles of rows at these places int64 ``[T]`` and gaps float32 ``[T]``."""
         place = place.to(torch.float32)
         angle = torch.cat([place[:, None] * self.places, gap[:, None] * self.times], dim=1)[:, None, :]
         return Angles(angle.cos(), angle.sin())
+
+
+def _places(events: Events) -> Tensor:
+    """Places of events in their sequences, int64 ``[T]``."""
+    total = events.values.shape[0]
+    owner = sequence_ids(events.offsets, total)
+    return torch.arange(total, device=events.offsets.device) - events.offsets[:-1].index_select(0, owner)

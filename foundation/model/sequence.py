@@ -13,17 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.events import Events
 from foundation.model.rotary import Rotary
+from kernels.block_attention import block_attention
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.jagged_attention import jagged_attention
-
-BLOCK = 64
-"""Events of a block of ``attention: block``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,11 +159,15 @@ class _SelfAttention(nn.Module):
         q, k, v = (F.linear(x, w, b).view(total, self.heads, width // self.heads) for w, b in parts)
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        if self.rotary is not None:
-            angles = self.rotary.of_events(events)
-            q, k = angles.rotate(q), angles.rotate(k)
-        offsets = block_offsets(events.offsets, total, BLOCK) if self.block else events.offsets
-        out = jagged_attention(q.to(v.dtype), k, v, offsets, offsets, window=self.window)
+        offsets = events.offsets
+        if self.block:  # rotates inside the kernel
+            positions, frequencies = (None, None) if self.rotary is None else self.rotary.positions(events)
+            out = block_attention(q.to(v.dtype), k, v, offsets, positions=positions, frequencies=frequencies)
+        else:
+            if self.rotary is not None:
+                angles = self.rotary.of_events(events)
+                q, k = angles.rotate(q), angles.rotate(k)
+            out = jagged_attention(q.to(v.dtype), k, v, offsets, offsets, window=self.window)
         values = events.values + self.dropout(self.out(out.reshape(total, width)))
         return values if self.pre else self.norm(values)
 
@@ -183,23 +184,3 @@ class QKNorm(nn.Module):
         """``[..., d]`` each."""
         shape = self.query.weight.shape
         return F.rms_norm(q, shape, self.query.weight.to(q.dtype)), F.rms_norm(k, shape, self.key.weight.to(k.dtype))
-
-
-def block_offsets(offsets: Tensor, total: int, size: int) -> Tensor:
-    """Offsets of the blocks of ``size`` consecutive rows into which each sequence is cut; the last may be shorter.
-
-    There are always ``total // size + B`` blocks, so that nothing waits for the lengths; those that are not needed
-    are empty and stand last.
-
-    Args:
-        offsets: int64 ``[B + 1]``. total: T.
-    """
-    sequences = offsets.shape[0] - 1
-    last = torch.cumsum((offsets.diff() + size - 1) // size, 0)  # blocks up to and with each sequence
-    block = torch.arange(total // size + sequences, device=offsets.device)
-    if not sequences:
-        return offsets
-    owner = torch.searchsorted(last, block, right=True).clamp(max=sequences - 1)
-    first = torch.cat([last.new_zeros(1), last[:-1]]).index_select(0, owner)
-    start = offsets.index_select(0, owner) + (block - first) * size
-    return torch.cat([start.clamp(max=total), offsets[-1:]])

@@ -74,7 +74,7 @@ def block_offsets(offsets: Tensor) -> Tensor:
 
 def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
     """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``."""
-    columns = positions.view(positions.shape[0], -1).to(dtype)
+    columns = (positions if positions.dim() == 2 else positions[:, None]).to(dtype)
     each = frequencies.shape[0] // columns.shape[1]
     return columns.repeat_interleave(each, dim=1) * frequencies.to(dtype)
 

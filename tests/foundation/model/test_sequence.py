@@ -11,7 +11,7 @@ from foundation.model.cross import CrossConfig, FeatureSummary, SequenceSummary
 from foundation.model.events import Events, History
 from foundation.model.pooling import Pooling
 from foundation.model.rotary import Rotary
-from foundation.model.sequence import SequenceArm, SequenceConfig, block_offsets
+from foundation.model.sequence import SequenceArm, SequenceConfig
 from kernels.jagged import offsets_from_lengths
 
 LENGTHS, WIDTH, SUMMARIES = [3, 0, 5, 1], 8, 2
@@ -73,31 +73,21 @@ def test_without_biases_no_parameter_is_one() -> None:
     assert not [name for name, _ in arm.named_parameters() if name.endswith("bias")]
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 3, 0, 4, 9, 0], [4, 8], [1, 1, 1]])
-def test_blocks_cut_each_sequence(lengths: list[int]) -> None:
-    offsets = offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64))
-    blocks = block_offsets(offsets, sum(lengths), 4)
-    assert blocks[0] == 0
-    assert blocks[-1] == sum(lengths)
-    want = [min(4, length - i) for length in lengths for i in range(0, length, 4)]
-    assert [n for n in blocks.diff().tolist() if n] == want
-    assert blocks.diff()[: len(want)].tolist() == want, "blocks that are not needed stand last"
-
-
-def test_blocks_limit_what_an_event_sees() -> None:
+@pytest.mark.parametrize("rotary", ["none", "position", "time", "both"])
+def test_blocks_limit_what_an_event_sees(rotary: str) -> None:
+    """Each block of 64 events alone gives the same under full attention; rotary counts places from its first event."""
     torch.manual_seed(0)
-    arm = SequenceArm(SequenceConfig(attention="block", kv_per_summary=0), WIDTH).double()
-    full = SequenceArm(SequenceConfig(attention="full", kv_per_summary=0), WIDTH).double()
+    options = {"kv_per_summary": 0, "rotary": rotary}
+    arm = SequenceArm(SequenceConfig(attention="block", **options), WIDTH)  # type: ignore[arg-type]
+    full = SequenceArm(SequenceConfig(attention="full", **options), WIDTH)  # type: ignore[arg-type]
     full.load_state_dict(arm.state_dict())
     events = make_events([150, 0, 64, 65])
-    events = events._replace(values=events.values.double())
-    got = parts(arm(events, None).values, events.offsets)
-    for b, s in enumerate(parts(events.values, events.offsets)):
-        want = [
-            full(Events(part, torch.tensor([0, len(part)]), torch.zeros(len(part))), None).values
-            for part in s.split(64)
-        ]
-        torch.testing.assert_close(got[b], torch.cat(want) if len(s) else s)
+    got = arm(events, None).values
+    for start, end in zip(events.offsets[:-1].tolist(), events.offsets[1:].tolist(), strict=True):
+        for first in range(start, end, 64):
+            rows = slice(first, min(first + 64, end))
+            alone = Events(events.values[rows], torch.tensor([0, rows.stop - first]), events.gap[rows])
+            torch.testing.assert_close(got[rows], full(alone, None).values)
 
 
 @pytest.mark.parametrize("attention", ["full", "window", "block", "none"])
