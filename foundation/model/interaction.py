@@ -20,6 +20,7 @@ p tokens of an expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,6 +107,10 @@ class InteractionConfig:
         return self.experts * (self.block_tokens + self.linear_tokens)
 
 
+Exchange = Callable[[Tensor, Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]], Tensor]
+"""From ``z [M, N, n, D]``, what a block sees of it, and blocks on what they see, to all blocks' ``[G, N, o, D]``."""
+
+
 class InteractionArm(nn.Module):
     """One layer of interactions for every member: ``[M, N, n, D]`` to ``[M, N, o, D]``."""
 
@@ -130,6 +135,8 @@ class InteractionArm(nn.Module):
             groups, tokens, config.linear_tokens + config.block_tokens + config.linear_tokens, bias=False
         )
         self.norm = GroupedNorm(groups, width, bias=bias) if config.norm else None
+        # Where blocks lie on several ranks: runs this rank's for the rows of all, and returns all blocks' of its own.
+        self.exchange: Exchange | None = None
 
     def forward(self, x: Tensor, summaries: Tensor) -> Tensor:
         """Tokens ``x [M, N, n_x, D]`` with sequence summaries ``[N, n_s, D]``, the same for all members."""
@@ -137,25 +144,36 @@ class InteractionArm(nn.Module):
         z = torch.cat([x, summaries.to(x.dtype).expand(members, -1, -1, -1)], dim=2)
         if self.pre_norm is not None:
             z = self.pre_norm(z)
-        if config.partition == "split":
+        if self.exchange is not None:
+            out = self.exchange(z, self._input, self._blocks)
+        elif config.partition == "split":
             z = z.index_select(2, self.part).view(members, count, config.experts, self.tokens, self.width)
-            z = z.transpose(1, 2).flatten(0, 1)
-        elif config.experts > 1:
-            z = z.repeat_interleave(config.experts, dim=0)
+            out = self._blocks(z.transpose(1, 2).flatten(0, 1))
+        else:
+            out = self._blocks(z.repeat_interleave(config.experts, dim=0) if config.experts > 1 else z)
+        if config.experts > 1:
+            out = out.view(members, config.experts, count, *out.shape[2:]).transpose(1, 2)
+            out = out.reshape(members, count, config.tokens_out, self.width)
+        return out
+
+    def _input(self, z: Tensor, block: int) -> Tensor:
+        """What block g sees of ``z [M, N, n, D]``: ``[N, p, D]``."""
+        member, expert = divmod(block, self.config.experts)
+        own = z[member]
+        return own if self.config.partition == "all" else own.index_select(1, self.part.view(-1, self.tokens)[expert])
+
+    def _blocks(self, z: Tensor) -> Tensor:
+        """Each of G blocks on its own tokens: ``z [G, N, p, D]`` to ``[G, N, n_F + n_L, D]``."""
+        config = self.config
         if self.scale is not None:
             z = z * self.scale
-        groups, _, tokens, width = z.shape
+        groups, count, tokens, width = z.shape
         columns = z.transpose(2, 3).reshape(groups, count * width, tokens)
         sizes = [config.linear_tokens, config.block_tokens + config.linear_tokens]
         mixed = self.compression(columns).view(groups, count, width, sum(sizes)).transpose(2, 3)
         linear, residual = mixed.split(sizes, dim=2)
         out = torch.cat([self.block(z, columns), linear], dim=2) + residual
-        if self.norm is not None:
-            out = self.norm(out)
-        if config.experts > 1:
-            out = out.view(members, config.experts, count, sizes[1], width).transpose(1, 2)
-            out = out.reshape(members, count, config.tokens_out, width)
-        return out
+        return out if self.norm is None else self.norm(out)
 
 
 def partition(tokens: int, experts: int) -> Tensor:

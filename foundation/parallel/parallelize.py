@@ -1,63 +1,55 @@
 """How a model is spread over ranks: one function whose lines are the order of application.
 
-Tables are model-parallel with TorchRec at any world size, one included, so that a laptop runs the code of a cluster:
-large ones are cut by rows over all ranks, small ones live whole on one rank. The rest is replicated.
+A laptop with one process runs the code of a cluster: every line but the tables' then does nothing.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
-from foundation.parallel.tables import load_tables, table_momentum
+from foundation.parallel.dense import shard_dense
+from foundation.parallel.experts import split_experts
+from foundation.parallel.pieces import local_shards
+from foundation.parallel.plan import Collection, SparseConfig, collections_of, fuse_optimizer, sharding_plan
+from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
+from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
 
-Collection: TypeAlias = EmbeddingCollection | EmbeddingBagCollection
 
+class ParallelModel(DistributedModelParallel):
+    """A model spread over ranks; `module` is the model itself.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseConfig:
-    """Embedding tables: row-wise AdaGrad, fused into the backward pass, and where the rows live.
-
-    Args:
-        lr: learning rate of every table that `table_lr` does not name.
-        eps: added to the root of the row's sum of squares.
-        table_lr: learning rate by table name.
-        initial_accumulator: what the sums of squares start from; larger makes the first updates of a row smaller.
-        row_wise_from: tables of at least this many rows are cut by rows over all ranks; others are placed whole, the
-            largest first, each on the rank that holds least so far.
+    Attributes:
+        layout: its groups of ranks.
+        momentum_scale: what AdaGrad's sums of squares are divided by.
+        replicas: averages the tables of replica groups; None where there is one group.
     """
 
-    lr: float = 0.02
-    eps: float = 1e-8
-    table_lr: dict[str, float] = field(default_factory=dict)
-    initial_accumulator: float = 0.0
-    row_wise_from: int = 100_000
+    layout: Layout
+    momentum_scale: float = 1.0
+    replicas: TableReplicas | None = None
 
-    def __post_init__(self) -> None:
-        for key in ("lr", "eps", "initial_accumulator"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"sparse.{key}: must not be negative, got {getattr(self, key)}")
-        for table, lr in self.table_lr.items():
-            if lr < 0:
-                raise ValueError(f"sparse.table_lr.{table}: must not be negative, got {lr}")
-        if self.row_wise_from < 1:
-            raise ValueError(f"sparse.row_wise_from: must be at least 1, got {self.row_wise_from}")
+    def average_tables(self) -> None:
+        """To be called after every backward pass, which updates tables: makes replica groups equal again."""
+        if self.replicas is not None:
+            self.replicas.average()
 
 
-def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) -> DistributedModelParallel:
+def parallelize(
+    model: nn.Module,
+    sparse: SparseConfig,
+    device: torch.device,
+    config: ParallelConfig | None = None,
+    topology: Topology | None = None,
+) -> ParallelModel:
     """Spreads a model over the ranks of the default process group.
 
     The result computes what the unsharded model computes, from the same weights: it holds `model` itself, its tables
@@ -67,89 +59,83 @@ def parallelize(model: nn.Module, config: SparseConfig, device: torch.device) ->
     Gradients of tables and of dense parameters are means over ranks. Every dense parameter must take part in every
     forward pass, an empty batch included.
 
+    With several table replicas each group updates its tables from its own part of the batch, and
+    `ParallelModel.average_tables` averages them: not what one group does, though close.
+
     Args:
         model: has its tables in TorchRec `EmbeddingCollection` or `EmbeddingBagCollection` modules, on CPU.
-        config: optimizer and placement of the tables.
+        sparse: optimizer and placement of the tables.
         device: where this rank computes.
+        config: sizes of the five dimensions; by default the dense part is replicated and tables have one group.
+        topology: the cluster; by default the launcher's hosts, in one zone.
 
     Raises:
-        ValueError: `table_lr` names a table that does not exist, or a table's dim is not a multiple of 4.
+        ValueError: sizes that do not fit the ranks or the model, `table_lr` names a table that does not exist, or a
+            table's dim is not a multiple of 4.
     """
-    collections = {name: module for name, module in model.named_modules() if isinstance(module, Collection)}
+    groups = layout(config or ParallelConfig(), topology or launched_topology())
+    if groups.world != dist.get_world_size():
+        raise ValueError(f"topology: it has {groups.world} ranks, but {dist.get_world_size()} were started")
+
+    collections = collections_of(model)
     weights = _weights(collections)
-    _fuse_optimizer(collections, config)
+    scale = float(groups.table_replicas) if (config or ParallelConfig()).sparse.scale_momentum else 1.0
+    fuse_optimizer(collections, sparse, scale)
+    env = _table_environment(groups, device)
     sharders: list[ModuleSharder] = [
         # Dedup sends each id of a batch once. Its kernel exists on CUDA only, and the host waits for it.
-        EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda" and dist.get_world_size() > 1),
+        EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda" and groups.table_shard > 1),
         EmbeddingBagCollectionSharder(),
     ]
-    sharded = DistributedModelParallel(
+    ranks = next(row for row in groups.table_ranks() if dist.get_rank() in row)
+    spread = ParallelModel(
         module=model,
+        env=env,
         device=device,
-        plan=sharding_plan(collections, config, device, sharders),
+        plan=sharding_plan(collections, sparse, device.type, sharders, ranks, groups.topology.gpus_per_host),
         sharders=sharders,
         init_data_parallel=False,
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
     )
-    load_tables(sharded, weights)
-    reset_momentum(sharded, config)
-    sharded.to(device)
-    if dist.get_world_size() > 1:
-        sharded.init_data_parallel()
-    return sharded
+    spread.layout, spread.momentum_scale = groups, scale
+    load_tables(spread, weights)
+    reset_momentum(spread, sparse)
+    spread.to(device)
+    if isinstance(env, ShardingEnv2D):
+        spread.replicas = TableReplicas(spread, env.replica_pg)
 
+    expert_mesh = _expert_mesh(groups, device)
+    if expert_mesh is not None:
+        split_experts(model, expert_mesh.get_group("expert"), _in_main_memory(groups, device, expert_mesh))
 
-def sharding_plan(
-    collections: dict[str, Collection],
-    config: SparseConfig,
-    device: torch.device,
-    sharders: list[ModuleSharder],
-) -> ShardingPlan:
-    """The placement of every table, the same on every rank.
-
-    Args:
-        collections: modules with tables by their path in the model.
-        config: which tables are cut by rows.
-        device: what the ranks compute on.
-        sharders: one per kind of module.
-    """
-    world = dist.get_world_size()
-    held = [0] * world
-    choices: dict[str, dict[str, object]] = {path: {} for path in collections}
-    sizes = {
-        (path, table.name): (table.num_embeddings, table.num_embeddings * table.embedding_dim)
-        for path, module in collections.items()
-        for table in _tables(module)
-    }
-    for (path, name), (rows, elements) in sorted(sizes.items(), key=lambda item: (-item[1][1], item[0])):
-        if world > 1 and rows >= max(config.row_wise_from, world):  # to deal ids by row, TorchRec waits for the device
-            choices[path][name] = row_wise()
-            continue
-        rank = held.index(min(held))
-        held[rank] += elements
-        choices[path][name] = table_wise(rank=rank)
-    by_type = {sharder.module_type: sharder for sharder in sharders}
-    return ShardingPlan(
-        plan={
-            path: construct_module_sharding_plan(
-                module,
-                per_param_sharding=choices[path],
-                sharder=by_type[type(module)],
-                local_size=_local_size(world),
-                world_size=world,
-                device_type=device.type,
-            )
-            for path, module in collections.items()
-        }
-    )
+    if groups.shard * groups.expert > 1:
+        shard_dense(model, _dense_mesh(groups, device), expert_mesh and expert_mesh["replica", "shard"])
+    elif groups.world > 1:
+        spread.init_data_parallel()
+    return spread
 
 
 @torch.no_grad()
-def reset_momentum(model: DistributedModelParallel, config: SparseConfig) -> None:
+def reset_momentum(model: ParallelModel, sparse: SparseConfig) -> None:
     """Sets row-wise AdaGrad's sums of squares back to where training starts from."""
     for momentum in table_momentum(model).values():
-        for shard in momentum.local_shards():
-            shard.tensor.fill_(config.initial_accumulator)
+        for _, shard in local_shards(momentum):
+            shard.fill_(sparse.initial_accumulator * model.momentum_scale)
+
+
+@torch.no_grad()
+def rescale_momentum(model: ParallelModel, saved_scale: float) -> None:
+    """Makes sums of squares that were trained with another `momentum_scale` mean the same rates here."""
+    if saved_scale != model.momentum_scale:
+        for momentum in table_momentum(model).values():
+            for _, shard in local_shards(momentum):
+                shard.mul_(model.momentum_scale / saved_scale)
+
+
+def launched_topology() -> Topology:
+    """The ranks that were started, as hosts of one zone."""
+    world = dist.get_world_size()
+    return Topology.of_ranks(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 def _weights(collections: dict[str, Collection]) -> dict[str, torch.Tensor]:
@@ -161,35 +147,44 @@ def _weights(collections: dict[str, Collection]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fuse_optimizer(collections: dict[str, Collection], config: SparseConfig) -> None:
-    unknown = set(config.table_lr)
-    for module in collections.values():
-        parameters = dict(module.named_parameters())
-        group = "embeddings" if isinstance(module, EmbeddingCollection) else "embedding_bags"
-        for table in _tables(module):
-            if table.embedding_dim % 4:
-                raise ValueError(
-                    f"table {table.name}: dim {table.embedding_dim} is not a multiple of 4, as the fused kernels need"
-                )
-            unknown.discard(table.name)
-            lr = config.table_lr.get(table.name, config.lr)
-            apply_optimizer_in_backward(
-                RowWiseAdagrad,
-                [parameters[f"{group}.{table.name}.weight"]],
-                {"lr": lr, "eps": config.eps},  # a dict of its own: the call changes it
-            )
-    if unknown:
-        names = sorted(table.name for module in collections.values() for table in _tables(module))
-        raise ValueError(f"sparse.table_lr.{min(unknown)}: no such table; the model has {', '.join(names)}")
+def _table_environment(groups: Layout, device: torch.device) -> ShardingEnv:
+    world = dist.group.WORLD
+    assert world is not None
+    if groups.table_replicas == 1:
+        return ShardingEnv.from_process_group(world)
+    mesh = DeviceMesh(device.type, groups.table_ranks(), mesh_dim_names=("replicate", "shard"))
+    return ShardingEnv2D(
+        sharding_pg=mesh.get_group("shard"),
+        replica_pg=mesh.get_group("replicate"),
+        global_pg=world,
+        device_mesh=mesh,
+        node_group_size=min(groups.topology.gpus_per_host, groups.table_shard),
+        use_inter_host_allreduce=not groups.replicas_adjacent,
+    )
 
 
-def _tables(module: Collection) -> list[Any]:
-    """The tables' configs."""
-    if isinstance(module, EmbeddingCollection):
-        return list(module.embedding_configs())
-    return list(module.embedding_bag_configs())
+def _dense_mesh(groups: Layout, device: torch.device) -> DeviceMesh:
+    ranks = groups.dense_ranks()
+    if groups.replica == 1:
+        return DeviceMesh(device.type, ranks[0], mesh_dim_names=("shard",))
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("replica", "shard"))
 
 
-def _local_size(world: int) -> int:
-    """Ranks per host, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+def _expert_mesh(groups: Layout, device: torch.device) -> DeviceMesh | None:
+    if groups.expert == 1:
+        return None
+    return DeviceMesh(device.type, groups.expert_ranks(), mesh_dim_names=("expert", "replica", "shard"))
+
+
+def _in_main_memory(groups: Layout, device: torch.device, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """This rank's expert group for tensors in main memory."""
+    if device.type == "cpu":
+        return mesh.get_group("expert")
+    own: dist.ProcessGroup | None = None
+    for r in range(groups.replica):
+        for s in range(groups.shard):
+            ranks = [block[r][s] for block in groups.expert_ranks()]
+            group = dist.new_group(ranks, backend="gloo")  # every rank makes every group
+            own = group if dist.get_rank() in ranks else own
+    assert own is not None
+    return own

@@ -1,61 +1,63 @@
-"""Embedding tables of a sharded model: where the rows of this rank lie, how to fill them, how to set their rate.
-
-A sharded table is a `ShardedTensor` in the model's `state_dict`, under the name that it has in the unsharded model.
-Its local shards share memory with the weights that the fused kernels update.
-"""
+"""Embedding tables of a spread model: where the rows of this rank lie, how to fill them, how to set their rate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+from torchrec.distributed.types import ShardedModule
+
+from foundation.parallel.experts import block_of
+from foundation.parallel.pieces import Sharded, Spread, local_shards, spread
 
 
-def table_weights(model: DistributedModelParallel) -> dict[str, ShardedTensor]:
-    """Sharded tables by their name in the unsharded model, each `[rows, dim]` over all ranks."""
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, ShardedTensor)}
+def model_tensors(model: nn.Module) -> dict[str, Spread]:
+    """Everything in a model's `state_dict`, by its name in the unsharded model, in the memory that training uses."""
+    blocks = block_of(model.module if isinstance(model, DistributedModelParallel) else model)
+    return {name: spread(value, blocks.get(name)) for name, value in model.state_dict().items()}
 
 
-def table_momentum(model: DistributedModelParallel) -> dict[str, ShardedTensor]:
+def table_weights(model: DistributedModelParallel) -> dict[str, Sharded]:
+    """Tables by their name in the unsharded model, each `[rows, dim]` over all ranks."""
+    return {name: _sharded(value) for name, value in model.state_dict().items() if _is_table(value)}
+
+
+def table_momentum(model: DistributedModelParallel) -> dict[str, Sharded]:
     """Row-wise AdaGrad's sums of squares by table name, each `[rows]` over all ranks.
 
     A rank that holds no row of a table has no entry for it.
     """
-    states = model.fused_optimizer.state_dict()["state"]
     momentum = {}
-    for name, state in states.items():
+    for name, state in model.fused_optimizer.state_dict()["state"].items():
         for key, value in state.items():
-            assert key.endswith("momentum1") and isinstance(value, ShardedTensor), (name, key, type(value))
-            momentum[name] = value
+            assert key.endswith("momentum1"), (name, key)
+            momentum[name] = _sharded(value)
     return momentum
 
 
-def dense_parameters(model: DistributedModelParallel) -> dict[str, torch.nn.Parameter]:
-    """Parameters that every rank holds whole, by their name in the unsharded model."""
+def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
+    """Parameters outside of tables by their name in the unsharded model; FSDP's are `DTensor`."""
     tables = table_weights(model)
     return {name: p for name, p in model.named_parameters() if name not in tables}
 
 
-def local_shards(value: torch.Tensor | ShardedTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """This rank's pieces of a tensor: the place in the whole one and the memory that holds them."""
-    if not isinstance(value, ShardedTensor):
-        yield tuple(slice(0, size) for size in value.shape), value
-        return
-    for shard in value.local_shards():
-        offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        yield tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)), shard.tensor
+def dense_tensors(model: DistributedModelParallel) -> dict[str, Spread]:
+    """This rank's part of `dense_parameters`, sharing their memory."""
+    blocks = block_of(model.module)
+    return {name: spread(p, blocks.get(name)) for name, p in dense_parameters(model).items()}
 
 
-def clone(value: torch.Tensor | ShardedTensor) -> torch.Tensor | ShardedTensor:
-    """A copy in fresh memory; sharded like the original."""
-    if not isinstance(value, ShardedTensor):
-        return value.detach().clone()
-    shards = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in value.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, value.metadata(), process_group=value._process_group
-    )
+def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What TorchRec trains."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            yield from module.parameters()
 
 
 @torch.no_grad()
@@ -69,7 +71,7 @@ def load_tables(model: DistributedModelParallel, weights: Mapping[str, torch.Ten
     tables = table_weights(model)
     assert tables.keys() == weights.keys(), tables.keys() ^ weights.keys()
     for name, table in tables.items():
-        assert tuple(table.metadata().size) == tuple(weights[name].shape), name
+        assert table.shape == tuple(weights[name].shape), name
         for place, shard in local_shards(table):
             shard.copy_(weights[name][place])
 
@@ -90,3 +92,43 @@ class TableRates:
         for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
         self._optimizer.step()  # hands the rates to the kernels; the weights do not move
+
+
+class TableReplicas:
+    """Averages tables over replica groups: rows and sums of squares, as TorchRec's 2D parallelism does it.
+
+    Args:
+        model: whose shards lie where they will stay.
+        group: ranks that hold the same rows.
+    """
+
+    def __init__(self, model: DistributedModelParallel, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        self._mean = dist.get_backend(group) == "nccl"  # Gloo only sums
+        self._tensors = [
+            shard.tensor
+            for tables in (table_weights(model), table_momentum(model))
+            for _, table in sorted(tables.items())
+            for shard in table.pieces
+        ]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Makes all replicas equal; a collective call of their group."""
+        op = dist.ReduceOp.AVG if self._mean else dist.ReduceOp.SUM
+        for work in [dist.all_reduce(t, op=op, group=self._group, async_op=True) for t in self._tensors]:
+            work.wait()
+        if not self._mean:
+            torch._foreach_div_(self._tensors, self._size)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, ShardedTensor) or (
+        isinstance(value, DTensor) and isinstance(value._local_tensor, LocalShardsWrapper)
+    )
+
+
+def _sharded(value: object) -> Sharded:
+    table = spread(value)
+    assert isinstance(table, Sharded)
+    return table

@@ -21,18 +21,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from foundation.data.files import atomic_write, sha256_file
+from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-Tensors = Mapping[str, torch.Tensor | ShardedTensor]
+Tensors = Mapping[str, Spread]
 
 
 class CheckpointError(ValueError):
@@ -70,7 +69,8 @@ def write_checkpoint(
             temporary.mkdir(parents=True)
     with _together(f"cannot write checkpoint {final}", cleanup=temporary):
         with _quiet():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(temporary), no_dist=not _distributed())
+            writer = dcp.FileSystemWriter(temporary)
+            dcp.save(dict(tensors), storage_writer=writer, planner=SavePlanner(), no_dist=not _distributed())
         atomic_write(temporary / _rank_file(rank), json.dumps(rank_state))
     with _together(f"cannot write checkpoint {final}", cleanup=temporary):
         if rank == 0:
@@ -203,7 +203,7 @@ def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | No
     saved = saved_keys(checkpoint)
     if among is not None:
         saved = {key: saved[key] for key in saved.keys() & set(among)}
-    wanted = _union({key: _shape(value) for key, value in tensors.items()})
+    wanted = _union({key: tuple(value.shape) for key, value in tensors.items()})
     problems = [
         f"{len(keys)} {what}: {', '.join(sorted(keys)[:20])}{', ...' if len(keys) > 20 else ''}"
         for what, keys in (
@@ -219,11 +219,8 @@ def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | No
     if problems:
         raise CheckpointError(f"{checkpoint}: does not fit the model; {'; '.join(problems)}")
     with _together(f"cannot read checkpoint {checkpoint}"), _quiet():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(checkpoint), no_dist=not _distributed())
-
-
-def _shape(value: torch.Tensor | ShardedTensor) -> tuple[int, ...]:
-    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.shape)
+        reader = dcp.FileSystemReader(checkpoint)
+        dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=not _distributed())
 
 
 def _rank_file(rank: int) -> str:

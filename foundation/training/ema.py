@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from foundation.parallel.tables import clone, dense_parameters, local_shards, table_weights
+from foundation.parallel.pieces import Spread, clone, local_shards
+from foundation.parallel.tables import dense_tensors, table_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class EMA:
     def __init__(self, model: DistributedModelParallel, config: EMAConfig) -> None:
         assert config.decay > 0
         self._config = config
-        weights: dict[str, torch.Tensor | ShardedTensor] = dict(dense_parameters(model))
+        weights: dict[str, Spread] = dense_tensors(model)
         self._table_names: set[str] = set()
         if config.tables:
             tables = table_weights(model)
@@ -56,7 +56,7 @@ class EMA:
         self._averages = {name: clone(value) for name, value in weights.items()}
         self._weights = {name: _locals(value) for name, value in weights.items()}
 
-    def tensors(self) -> dict[str, torch.Tensor | ShardedTensor]:
+    def tensors(self) -> dict[str, Spread]:
         """The averages by the name of the weight."""
         return self._averages
 
@@ -104,5 +104,5 @@ class EMA:
         return averages, weights
 
 
-def _locals(value: torch.Tensor | ShardedTensor) -> list[torch.Tensor]:
+def _locals(value: Spread) -> list[torch.Tensor]:
     return [shard.detach() for _, shard in local_shards(value)]

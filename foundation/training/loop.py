@@ -216,6 +216,7 @@ class Loop:
             self._guard.allow(usable)
         if self._run_ahead or usable:
             self.fabric.backward(loss)
+            state.model.average_tables()
             norm = state.dense.clip()
         taken = usable & torch.isfinite(norm)
         state.dense.step(taken)

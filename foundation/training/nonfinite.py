@@ -9,7 +9,8 @@ from torch import nn
 
 from foundation.data.batch import Batch
 from foundation.data.schema import Feature, Schema
-from foundation.parallel.tables import local_shards
+from foundation.parallel.pieces import local_shards
+from foundation.parallel.tables import model_tensors
 
 _MOST = 5
 
@@ -30,7 +31,7 @@ def culprits(batch: Batch, schema: Schema, model: nn.Module) -> str:
         return f"column {', '.join(columns[:_MOST])}{_more(columns)}"
     weights = [
         name
-        for name, value in model.state_dict().items()
+        for name, value in model_tensors(model).items()
         if any(not bool(torch.isfinite(shard).all()) for _, shard in local_shards(value))
     ]
     if weights:

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from foundation.parallel.pieces import Sharded, Spread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,17 +45,25 @@ class DenseConfig:
 class DenseOptimizer:
     """AdamW over named parameters; its state exists from the start, so a checkpoint can be loaded into it.
 
+    The update is element by element, so each rank runs it on its own part of what is spread over ranks.
+
     Args:
         parameters: by name; order does not matter.
         config: rates and clipping.
+        spread: the parameters' parts, for those that this rank does not hold whole.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: DenseConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: DenseConfig, spread: Mapping[str, Spread] | None = None
+    ) -> None:
         self.parameters = dict(parameters)
         self._config = config
-        decayed = [p for p in self.parameters.values() if p.ndim >= 2]
-        others = [p for p in self.parameters.values() if p.ndim < 2]
-        self._fused = all(p.is_cuda for p in self.parameters.values())
+        self._spread = {name: value for name, value in (spread or {}).items() if isinstance(value, Sharded)}
+        # FSDP's parameters are DTensors; their local memory stays where it is.
+        self._local = {name: _local(p) for name, p in self.parameters.items()}
+        decayed = [p for p in self._local.values() if p.ndim >= 2]
+        others = [p for p in self._local.values() if p.ndim < 2]
+        self._fused = all(p.is_cuda for p in self._local.values())
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -61,7 +73,7 @@ class DenseOptimizer:
             foreach=not self._fused,
             fused=self._fused,
         )
-        for p in self.parameters.values():
+        for p in self._local.values():
             self._adamw.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=p.device if self._fused else None),
                 "exp_avg": torch.zeros_like(p),
@@ -74,12 +86,12 @@ class DenseOptimizer:
             group["lr"] = self._config.lr * factor
 
     def clip(self) -> torch.Tensor:
-        """Clips the gradients and returns their norm before that, a scalar."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        """Clips the gradients and returns their norm before that, a scalar; a collective call if any is spread."""
+        self._hand_over_gradients()
+        present = {name: p for name, p in self._local.items() if p.grad is not None}
+        norm = self._norm({name: p.grad for name, p in present.items() if p.grad is not None})
         if self._config.clip_norm:
-            present = [p for p in self.parameters.values() if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(present, self._config.clip_norm, norm, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(present.values(), self._config.clip_norm, norm, foreach=True)
         return norm
 
     def step(self, usable: torch.Tensor | bool = True) -> None:
@@ -87,6 +99,7 @@ class DenseOptimizer:
 
         On CUDA the device decides and the host does not wait for it.
         """
+        self._hand_over_gradients()
         if self._fused and isinstance(usable, torch.Tensor):
             skip = usable.logical_not().to(torch.float32)
             setattr(self._adamw, "found_inf", skip)  # noqa: B010 (what its kernels ask for, as with GradScaler)
@@ -97,9 +110,40 @@ class DenseOptimizer:
     def zero_grad(self) -> None:
         """Forgets the gradients."""
         self._adamw.zero_grad(set_to_none=True)
+        for p in self.parameters.values():
+            p.grad = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Spread]:
         """The state by `parameter.moment`, sharing memory with the optimizer."""
-        return {
-            f"{name}.{key}": value for name, p in self.parameters.items() for key, value in self._adamw.state[p].items()
-        }
+        tensors: dict[str, Spread] = {}
+        for name, p in self._local.items():
+            for key, value in self._adamw.state[p].items():
+                layout = self._spread.get(name) if key != "step" else None
+                tensors[f"{name}.{key}"] = value if layout is None else layout.over([value] * len(layout.pieces))
+        return tensors
+
+    def _hand_over_gradients(self) -> None:
+        for name, p in self.parameters.items():
+            if self._local[name] is not p:
+                self._local[name].grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+
+    def _norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Norm of all gradients; parts that several ranks hold count once."""
+        if not self._spread:
+            return torch.nn.utils.get_total_norm(gradients.values(), foreach=True)
+        world = dist.get_world_size()
+        filled = {name: g for name, g in gradients.items() if g.numel()}
+        total = next(iter(self._local.values())).new_zeros(())
+        if filled:
+            norms = torch.stack(torch._foreach_norm(list(filled.values())))
+            copies = [self._spread[name].copies if name in self._spread else world for name in filled]
+            total += (norms.square() / norms.new_tensor(copies)).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, or its part on this rank as one that shares its memory."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(parameter.to_local().detach(), requires_grad=False)

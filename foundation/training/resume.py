@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from foundation.data.logs import LogReader
+from foundation.parallel.parallelize import rescale_momentum
 from foundation.training.checkpoint_files import (
     CheckpointError,
     read_manifest,
@@ -33,6 +34,9 @@ FREE = (
     "max_skipped",
     "resume",
     "overwrite",
+    "parallel",
+    "topology",
+    "sparse.row_wise_from",
     "reader.workers",
     "reader.prefetch",
 )
@@ -70,6 +74,7 @@ def resume_from(
         )
     verify_files(checkpoint, saved)
     read_tensors(checkpoint, state.tensors())
+    rescale_momentum(state.model, saved["momentum_scale"])
     state.progress = Progress(**saved["progress"])
     rank, world = dist.get_rank(), dist.get_world_size()
     same_world = saved["world_size"] == world

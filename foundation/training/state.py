@@ -6,11 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
-
-from foundation.parallel.tables import TableRates, dense_parameters, table_momentum
+from foundation.parallel.parallelize import ParallelModel
+from foundation.parallel.pieces import Spread
+from foundation.parallel.tables import TableRates, dense_parameters, dense_tensors, model_tensors, table_momentum
 from foundation.training.ema import EMA, EMAConfig
 from foundation.training.optimizer import DenseConfig, DenseOptimizer
 
@@ -62,27 +60,27 @@ class TrainState:
         progress: counters.
     """
 
-    model: DistributedModelParallel
+    model: ParallelModel
     rates: TableRates
     dense: DenseOptimizer
     ema: EMA | None
     progress: Progress = field(default_factory=Progress)
 
     @staticmethod
-    def of(model: DistributedModelParallel, dense: DenseConfig, ema: EMAConfig) -> TrainState:
+    def of(model: ParallelModel, dense: DenseConfig, ema: EMAConfig) -> TrainState:
         """The state at step 0 of a sharded model."""
         return TrainState(
             model=model,
             rates=TableRates(model),
-            dense=DenseOptimizer(dense_parameters(model), dense),
+            dense=DenseOptimizer(dense_parameters(model), dense, dense_tensors(model)),
             ema=EMA(model, ema) if ema.decay else None,
         )
 
-    def tensors(self) -> dict[str, torch.Tensor | ShardedTensor]:
+    def tensors(self) -> dict[str, Spread]:
         """All tensors of a checkpoint by key, in the memory that training uses: filling them restores the state."""
-        tensors: dict[str, torch.Tensor | ShardedTensor] = {}
+        tensors: dict[str, Spread] = {}
         parts = (
-            (MODEL, self.model.state_dict()),
+            (MODEL, model_tensors(self.model)),
             (MOMENTUM, table_momentum(self.model)),
             (OPTIMIZER, self.dense.tensors()),
             (AVERAGE, self.ema.tensors() if self.ema else {}),

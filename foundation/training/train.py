@@ -26,8 +26,10 @@ from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.model.gem import GEM, GEMConfig
-from foundation.parallel.parallelize import SparseConfig, parallelize, reset_momentum
+from foundation.parallel.parallelize import parallelize, reset_momentum
+from foundation.parallel.plan import SparseConfig
 from foundation.parallel.tables import load_tables, table_weights
+from foundation.parallel.topology import ParallelConfig, Topology
 from foundation.training.checkpoint_files import find_checkpoint, point, prune, read_manifest
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
@@ -54,6 +56,8 @@ class TrainConfig:
         model: the foundation model.
         reader: how the training split is read; its seed is added to `seed`.
         sparse: optimizer and placement of the embedding tables.
+        parallel: over how many ranks each part is spread; see docs/parallelism.md.
+        topology: a topology file or preset such as topology/one-host-8; empty: the launcher's hosts, in one zone.
         dense: optimizer of the rest.
         schedule: learning rates over the run.
         ema: averages of the weights, which are then evaluated, saved and served.
@@ -77,6 +81,8 @@ class TrainConfig:
     model: GEMConfig = field(default_factory=GEMConfig)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    topology: str = ""
     dense: DenseConfig = field(default_factory=DenseConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
@@ -177,7 +183,8 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
     validation = _validation(config, dataset, rank, world)
 
     seed_all(config.seed)
-    model = parallelize(_model(config, dataset), config.sparse, fabric.device)
+    topology = Topology.load(config.topology) if config.topology else None
+    model = parallelize(_model(config, dataset), config.sparse, fabric.device, config.parallel, topology)
     state = TrainState.of(model, config.dense, config.ema)
     seed_all(config.seed * 1_000_003 + 1 + rank)  # dropout differs between ranks
 
@@ -186,6 +193,7 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
         "schema_hash": dataset.schema.hash,
         "encoder_hash": dataset.encoder.hash,
         "world_size": world,
+        "momentum_scale": model.momentum_scale,
         "config": settings.plain(config),
     }
     first_batch: Callable[[], None] | None = None
@@ -203,6 +211,8 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
         _prepare_folder(config, dataset, fresh)
     fabric.barrier()
     log = RunLog(config.out / "metrics.jsonl", fabric, state.progress.step)
+    if world > 1:
+        log.say(model.layout.describe().replace("\n", "; "))
     if not fresh:
         log.say(f"resumed from step {state.progress.step} of {steps}")
     if validation is None:

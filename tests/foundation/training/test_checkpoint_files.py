@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from foundation.parallel.parallelize import SparseConfig, parallelize
-from foundation.parallel.tables import dense_parameters, local_shards
+from foundation.parallel.pieces import local_shards
+from foundation.parallel.tables import dense_parameters
 from foundation.training import checkpoint_files as files
 from foundation.training.ema import EMAConfig
 from foundation.training.optimizer import DenseConfig

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from foundation.parallel.parallelize import SparseConfig, parallelize
-from foundation.parallel.tables import dense_parameters, local_shards, table_weights
+from foundation.parallel.pieces import local_shards
+from foundation.parallel.tables import dense_parameters, table_weights
 from foundation.training.ema import EMA, EMAConfig
 from tests.foundation.parallel import small_model
 from tests.foundation.parallel.ranks import one_rank

@@ -1,0 +1,1 @@
+"""Equality and speed of spread models."""

@@ -1,0 +1,91 @@
+"""Training in one process without TorchRec's sharding, FSDP or expert parallelism: what spread models must equal.
+
+Table replicas are simulated: each group computes its own gradient and update of the same rows, which are then averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from foundation.data.batch import Batch
+from foundation.model.gem import GEM
+from foundation.parallel.plan import SparseConfig
+from foundation.training.optimizer import DenseConfig, DenseOptimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What training came to.
+
+    Args:
+        losses: of each step, before its update.
+        weights: by name.
+        momentum: row-wise AdaGrad's sums of squares by table, `[rows]`.
+        moments: AdamW's state by parameter and moment.
+        averages: of the weights over steps.
+    """
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    momentum: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
+
+
+def train_plain(
+    model: GEM,
+    steps: list[list[Batch]],
+    sparse: SparseConfig,
+    dense: DenseConfig,
+    momentum_scale: float,
+    decay: float,
+) -> Trained:
+    """Trains in place.
+
+    Args:
+        model: with plain TorchRec collections, on the batches' device.
+        steps: for each step the part of each replica group; one part without replica groups.
+        sparse: row-wise AdaGrad: `v += mean(g^2)`, `w -= lr g / (sqrt(v / momentum_scale) + eps)`.
+        dense: AdamW for the rest.
+        momentum_scale: what sums of squares are divided by.
+        decay: `average = decay average + (1 - decay) weight` after each step.
+    """
+    tables = {name: p for name, p in model.named_parameters() if name.startswith("embeddings.")}
+    momentum = {n: torch.full_like(p[:, 0], sparse.initial_accumulator * momentum_scale) for n, p in tables.items()}
+    others = {name: p for name, p in model.named_parameters() if name not in tables}
+    optimizer = DenseOptimizer(others, dense)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for parts in steps:
+        weights = [float(part.weight.sum()) for part in parts]
+        updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in tables}
+        loss_of_all = 0.0
+        for part, weight in zip(parts, weights, strict=True):
+            share = weight / sum(weights)
+            loss = model.loss(model(part), part).total
+            (loss * share).backward()  # dense gradients add up over groups
+            loss_of_all += loss.item() * share
+            for name, table in tables.items():
+                assert table.grad is not None
+                # Each group takes the mean over its own ranks: its sum is multiplied by the number of groups.
+                gradient = table.grad * len(parts)
+                table.grad = None
+                v = momentum[name] + gradient.square().mean(1)
+                root = (v / momentum_scale).sqrt() + sparse.eps
+                updates[name].append((table.detach() - sparse.lr * gradient / root[:, None], v))
+        with torch.no_grad():
+            for name, table in tables.items():
+                table.copy_(torch.stack([w for w, _ in updates[name]]).mean(0))
+                momentum[name] = torch.stack([v for _, v in updates[name]]).mean(0)
+        optimizer.clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            averages[name].lerp_(p.detach(), 1.0 - decay)
+        losses.append(loss_of_all)
+    moments = {key: value for key, value in optimizer.tensors().items() if isinstance(value, torch.Tensor)}
+    return Trained(
+        losses=losses, weights=dict(model.state_dict()), momentum=momentum, moments=moments, averages=averages
+    )
