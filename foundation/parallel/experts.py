@@ -86,9 +86,7 @@ class ExpertExchange:
         self._size = dist.get_world_size(group)
         self._own = range(first, first + blocks // self._size)
 
-    def __call__(
-        self, z: Tensor, sees: Callable[[Tensor, int], Tensor], blocks: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def __call__(self, z: Tensor, sees: Callable[[Tensor, int], Tensor], blocks: Callable[[Tensor], Tensor]) -> Tensor:
         """Tokens `z [M, N, n, D]` of this rank to `[G, N, o, D]` of all blocks; a collective call of the group.
 
         Args:

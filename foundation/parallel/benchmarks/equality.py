@@ -47,7 +47,11 @@ SIZES = Sizes()
 MODEL = GEMConfig(
     width=8,
     layers=2,
-    layer=LayerConfig(interaction=InteractionConfig(experts=2, block_tokens=2, linear_tokens=2, hidden=(16,))),
+    layer=LayerConfig(
+        interaction=InteractionConfig(
+            experts=2, partition="split", pre_norm=True, block_tokens=2, linear_tokens=2, hidden=(16,)
+        )
+    ),
     heads=HeadsConfig(trunk=(16, 8), tower=4, adapter_rank=2),
 )
 # A large eps, since Adam divides by the root of a gradient's square: it would blow rounding up to a full step.
@@ -203,7 +207,7 @@ def _alone(
 def _difference(value: Spread, whole: torch.Tensor) -> float:
     worst = 0.0
     for place, shard in local_shards(value):
-        worst = max(worst, float((shard.detach().cpu().double() - whole[place].cpu().double()).abs().max()))
+        worst = max(worst, float((shard.detach().cpu().double() - whole[place].double()).abs().max()))
     return worst
 
 

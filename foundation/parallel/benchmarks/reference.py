@@ -17,7 +17,7 @@ from foundation.training.optimizer import DenseConfig, DenseOptimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What training came to.
+    """What training came to; tensors are in main memory.
 
     Args:
         losses: of each step, before its update.
@@ -86,6 +86,6 @@ def train_plain(
             averages[name].lerp_(p.detach(), 1.0 - decay)
         losses.append(loss_of_all)
     moments = {key: value for key, value in optimizer.tensors().items() if isinstance(value, torch.Tensor)}
-    return Trained(
-        losses=losses, weights=dict(model.state_dict()), momentum=momentum, moments=moments, averages=averages
-    )
+    parts = (model.state_dict(), momentum, moments, averages)
+    whole = [{name: value.detach().cpu() for name, value in part.items()} for part in parts]
+    return Trained(losses=losses, weights=whole[0], momentum=whole[1], moments=whole[2], averages=whole[3])
