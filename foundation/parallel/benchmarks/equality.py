@@ -114,10 +114,12 @@ def cases(world: int) -> list[Case]:
         pairs += [(dense[-1], SparseSizes(replicas=world, scale_momentum=False))]
     else:
         pairs = [(dense[i % len(dense)], sparse[i % len(sparse)]) for i in range(max(len(dense), len(sparse)))]
-    every = [Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[i % 3]) for i, (d, s) in enumerate(pairs)]
-    # Every plan over all ranks: with more ranks than tables some have none.
-    plain = ParallelConfig(dense=dense[-1], sparse=sparse[0])
-    return every + [Case(parallel=plain, plan=plan) for plan in plans if Case(parallel=plain, plan=plan) not in every]
+    every = [
+        Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
+    ]
+    if world > len(SIZES.table_rows):  # a rank without a table
+        every.append(Case(parallel=ParallelConfig(dense=dense[-1], sparse=sparse[0]), plan="table-wise"))
+    return every
 
 
 def check(case: Case, steps: int, device: torch.device, references: dict[str, Trained] | None = None) -> Outcome:

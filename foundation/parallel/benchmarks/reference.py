@@ -86,6 +86,6 @@ def train_plain(
             averages[name].lerp_(p.detach(), 1.0 - decay)
         losses.append(loss_of_all)
     moments = {key: value for key, value in optimizer.tensors().items() if isinstance(value, torch.Tensor)}
-    parts = (model.state_dict(), momentum, moments, averages)
-    whole = [{name: value.detach().cpu() for name, value in part.items()} for part in parts]
+    states = (model.state_dict(), momentum, moments, averages)
+    whole = [{name: value.detach().cpu() for name, value in state.items()} for state in states]
     return Trained(losses=losses, weights=whole[0], momentum=whole[1], moments=whole[2], averages=whole[3])

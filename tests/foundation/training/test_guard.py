@@ -7,7 +7,9 @@ import torch
 
 from foundation.data.batch import Batch
 from foundation.model.gem import GEM, GEMConfig
-from foundation.parallel.parallelize import SparseConfig, parallelize
+from foundation.parallel.parallelize import parallelize
+from foundation.parallel.pieces import Spread, local_shards
+from foundation.parallel.plan import SparseConfig
 from foundation.training.ema import EMAConfig
 from foundation.training.guard import TableGuard
 from foundation.training.optimizer import DenseConfig
@@ -44,5 +46,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(broken: bool) -> None:
         assert any(key.startswith("momentum") for key in changed)
 
 
-def clone(value: torch.Tensor) -> torch.Tensor:
-    return (value.local_shards()[0].tensor if hasattr(value, "local_shards") else value).detach().clone()
+def clone(value: Spread) -> torch.Tensor:
+    ((_, whole),) = local_shards(value)
+    return whole.detach().clone()
