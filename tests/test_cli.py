@@ -146,6 +146,22 @@ def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("inner: 7", r"inner: expected a mapping of options, got 7"),
+        ("inner: null", r"inner: expected a mapping of options, got None"),
+        ("inner: {width: null}", r"inner\.width: expected a value, got null"),
+        ("rate: null", r"rate: expected a value, got null"),
+    ],
+)
+def test_null_and_plain_values_do_not_stand_for_options(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"out: x\n{text}\n")
+    with pytest.raises(ValueError, match=message):
+        parse_config(Config, ["--config", str(file)], name="test")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nope"], "error: there is no command 'nope'"),

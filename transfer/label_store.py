@@ -20,12 +20,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from foundation.data.json_shape import Each, require_shape
+
 FORMAT = 1
 STORE = "store.json"
 
 
 class LabelStoreError(ValueError):
     """A label store that cannot be used; the message names the file and the fault."""
+
+
+_SHAPE = {
+    **dict.fromkeys(("teacher", "run", "schema_hash", "encoder_hash", "created"), str),
+    **{"tasks": [str], "splits": [str], "files": Each(int), "rows": int, "embedding_dim": int},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +71,14 @@ class StoreInfo:
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise LabelStoreError(f"{path}: not a label store of format {FORMAT}; score again")
         wanted = set(StoreInfo.__dataclass_fields__)
-        if set(data) != wanted or not isinstance(data["files"], dict):
+        if set(data) != wanted:
             raise LabelStoreError(f"{path}: keys {sorted(set(data) ^ wanted)} are missing or not known; score again")
+        try:
+            require_shape(data, _SHAPE, "store")
+        except ValueError as error:
+            raise LabelStoreError(f"{path}: {error}; score again") from None
+        if sum(data["files"].values()) != data["rows"] or min(data["files"].values(), default=0) < 0:
+            raise LabelStoreError(f"{path}: files hold {sum(data['files'].values())} rows, rows is {data['rows']}")
         return StoreInfo(**data | {"tasks": tuple(data["tasks"]), "splits": tuple(data["splits"])})
 
 
@@ -141,8 +155,6 @@ class LabelStore:
         ids = np.empty(info.rows, np.int64)
         logits = np.empty((info.rows, len(info.tasks)), np.float32)
         vectors = np.empty((info.rows, info.embedding_dim), np.float16) if embedding else None
-        if sum(info.files.values()) != info.rows:
-            raise LabelStoreError(f"{path / STORE}: files hold {sum(info.files.values())} rows, rows is {info.rows}")
         at = 0
         for name, rows in info.files.items():
             columns = _read_part(path / name, rows, info, embedding)

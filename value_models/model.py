@@ -67,6 +67,8 @@ class ValueModelConfig:
             raise ValueError("hidden needs at least one width")
         if self.cross_rank < 0:
             raise ValueError(f"cross_rank must not be negative, got {self.cross_rank}")
+        if self.init_std < 0:
+            raise ValueError(f"init_std must not be negative, got {self.init_std}")
         for key, share in {
             "dropout": self.dropout,
             **{f"id_dropout.{name}": share for name, share in self.id_dropout.items()},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from foundation.data.encoding import Encoder
 from foundation.data.files import sha256_file
+from foundation.data.json_shape import require_shape
+from foundation.data.options import from_plain
 from foundation.data.schema import Schema
 from foundation.data.settings import plain
 from value_models.calibration import Calibration
@@ -109,15 +111,18 @@ def load_student(folder: str | Path) -> Student:
     try:
         schema = Schema.load(folder / SCHEMA)
         encoder = Encoder.load(folder / ENCODER, schema)
-        config = _model_config(manifest["model"])
         calibration = Calibration.from_dict(json.loads((folder / CALIBRATION).read_text()), schema.task_names)
         metrics = json.loads((folder / METRICS).read_text())
         with np.load(folder / SAMPLE) as arrays:
             sample = {name: arrays[name] for name in arrays.files}
-        model = ValueModel(config, schema, encoder.table_rows)
-        load_weights(model, load_file(folder / WEIGHTS), str(folder / WEIGHTS))
+        weights = load_file(folder / WEIGHTS)
     except (KeyError, TypeError, ValueError, OSError, SafetensorError) as error:
         raise StudentError(f"{folder}: not a usable student: {error}") from error
+    try:
+        model = ValueModel(from_plain(ValueModelConfig, manifest["model"]), schema, encoder.table_rows)
+    except ValueError as error:
+        raise StudentError(f"{folder / MANIFEST}: damaged; model: {error}") from error
+    load_weights(model, weights, str(folder / WEIGHTS))
     for key, found in (("schema_hash", schema.hash), ("encoder_hash", encoder.hash)):
         if manifest.get(key) != found:
             raise StudentError(f"{folder}: {key} is {found}, the manifest says {manifest.get(key)}")
@@ -181,12 +186,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise StudentError(f"{path}: not JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("kind") != "student":
         raise StudentError(f"{path}: not a student manifest of format {FORMAT}")
+    try:
+        require_shape(manifest, {"surface": str, "model": dict, "files": dict}, "manifest")
+    except ValueError as error:
+        raise StudentError(f"{path}: damaged; {error}") from None
     return manifest
-
-
-def _model_config(values: Mapping[str, Any]) -> ValueModelConfig:
-    names = {f.name for f in fields(ValueModelConfig)}
-    if set(values) != names:
-        raise ValueError(f"manifest key model: expected {sorted(names)}, got {sorted(values)}")
-    parts: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return ValueModelConfig(**parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foundation.data.settings import preset
@@ -25,16 +25,39 @@ def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> 
     Raises:
         ValueError: an unknown option, a value of the wrong type, or what the dataclass refuses.
     """
-    from jsonargparse import ArgumentError, ArgumentParser
+    from jsonargparse import ArgumentError
 
-    parser = ArgumentParser(prog=f"opengem {name}", exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
-    _add_fields(parser, config_class, prefix="")
+    parser = _parser(config_class, name)
     try:
         parsed = parser.instantiate(parser.parse_args(_resolve_presets(arguments)))
     except ArgumentError as error:
         raise ValueError(f"{error} (`opengem {name} --help` lists the options)") from error
     return _build(config_class, parsed)
+
+
+def from_plain(config_class: type, values: Mapping[str, Any]) -> Any:
+    """A config from the plain values that a stage saved of it (`foundation.data.settings.plain`).
+
+    Raises:
+        ValueError: an unknown key, a value of the wrong type, or what the dataclass refuses; the message names the key.
+    """
+    from jsonargparse import ArgumentError
+
+    parser = _parser(config_class, "")
+    try:
+        parsed = parser.instantiate(parser.parse_object(dict(values)))
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
+    return _build(config_class, parsed)
+
+
+def _parser(config_class: type, name: str) -> Any:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog=f"opengem {name}", exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    _add_fields(parser, config_class, prefix="")
+    return parser
 
 
 def _resolve_presets(arguments: Sequence[str]) -> list[str]:
@@ -74,12 +97,21 @@ def _default(field: dataclasses.Field) -> dict[str, Any]:
     return {"required": True}
 
 
-def _build(config_class: type, parsed: Any) -> Any:
+def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
     """Turns the parser's nested namespaces into the nested dataclasses."""
+    from jsonargparse import Namespace
+
     hints = typing.get_type_hints(config_class)
     values = {}
     for field in dataclasses.fields(config_class):
         value = parsed[field.name]  # not getattr: a field may be named like a method of the namespace
-        nested = dataclasses.is_dataclass(hints[field.name])
-        values[field.name] = _build(hints[field.name], value) if nested else value
+        hint, key = hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, Namespace):
+                raise ValueError(f"{key}: expected a mapping of options, got {value!r}")
+            value = _build(hint, value, f"{key}.")
+        elif value is None and type(None) not in typing.get_args(hint):
+            # The parser lets a null stand for any type.
+            raise ValueError(f"{key}: expected a value, got null")
+        values[field.name] = value
     return config_class(**values)

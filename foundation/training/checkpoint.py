@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from foundation.data.encoding import Encoder
 from foundation.data.files import sha256_file
-from foundation.data.options import parse_config
+from foundation.data.options import from_plain
 from foundation.data.schema import Schema
 from foundation.model.gem import GEM, GEMConfig
 from foundation.training.checkpoint_files import (
@@ -70,7 +67,10 @@ def load_model(run: str | Path, which: str | int = "best", device: torch.device 
     schema = Schema.load(folder / "schema.yaml")
     encoder = Encoder.load(folder / "encoder.npz", schema)
     check_origin(checkpoint, manifest, schema.hash, encoder.hash)
-    model = GEM(_model_config(manifest), schema, encoder.table_rows)
+    try:
+        model = GEM(from_plain(GEMConfig, manifest["config"]["model"]), schema, encoder.table_rows)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged; config.model: {error}") from None
     saved = saved_keys(checkpoint)
     # One key per weight: its average where there is one. Buffers and weights without averages are the model's own.
     tensors = {
@@ -91,11 +91,3 @@ def load_model(run: str | Path, which: str | int = "best", device: torch.device 
         version=sha256_file(checkpoint / MANIFEST),
         checkpoint=checkpoint,
     )
-
-
-def _model_config(manifest: Mapping[str, Any]) -> GEMConfig:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.yaml"
-        path.write_text(yaml.safe_dump(manifest["config"]["model"]))
-        config: GEMConfig = parse_config(GEMConfig, ["--config", str(path)], name="train")
-        return config

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from foundation.data.files import atomic_write, sha256_file
+from foundation.data.json_shape import Each, require_shape
 from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread
 
 FORMAT = 1
@@ -124,7 +126,10 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
         if not pointer.is_file():
             why = "; no evaluation has chosen one" if which == "best" and steps else ""
             raise CheckpointError(f"{folder}: no checkpoint is called {which}{why}; {have}")
-        path = folder / pointer.read_text().strip()
+        name = pointer.read_bytes().decode(errors="replace").strip()
+        if not re.fullmatch(r"step-[0-9]{8,}", name):
+            raise CheckpointError(f"{pointer}: damaged, it should name a checkpoint; {have}, ask for one of them")
+        path = folder / name
     else:
         raise CheckpointError(f"{folder}: a checkpoint is latest, best or a step, got {which!r}")
     if not path.is_dir():
@@ -146,8 +151,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except ValueError:
         raise CheckpointError(f"{path}: damaged, not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {manifest.get('format')!r} is not the format {FORMAT} of this version")
-    return manifest
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise CheckpointError(f"{path}: format {found!r} is not the format {FORMAT} of this version")
+    try:
+        require_shape(manifest, {"step": int, "files": Each({"bytes": int, "sha256": str})}, "manifest")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged; {error}") from None
+    return dict(manifest)
 
 
 def verify_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:

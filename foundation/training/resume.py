@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundation.data.json_shape import require_shape
 from foundation.data.logs import LogReader
 from foundation.parallel.parallelize import rescale_momentum
 from foundation.training.checkpoint_files import (
+    MANIFEST,
     CheckpointError,
     read_manifest,
     read_rank_state,
@@ -74,8 +76,11 @@ def resume_from(
         )
     verify_files(checkpoint, saved)
     read_tensors(checkpoint, state.tensors())
-    rescale_momentum(state.model, saved["momentum_scale"])
-    state.progress = Progress(**saved["progress"])
+    try:
+        rescale_momentum(state.model, saved["momentum_scale"])
+        state.progress = Progress(**saved["progress"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged; momentum_scale or progress: {error!r}") from None
     rank, world = dist.get_rank(), dist.get_world_size()
     same_world = saved["world_size"] == world
     own = read_rank_state(checkpoint, rank if same_world else 0)
@@ -90,8 +95,13 @@ def check_origin(checkpoint: Path, manifest: Mapping[str, Any], schema_hash: str
     """Refuses a checkpoint of another schema or vocabulary.
 
     Raises:
-        CheckpointError: naming both hashes.
+        CheckpointError: naming both hashes, or the key of a damaged manifest.
     """
+    shape = {"schema_hash": str, "encoder_hash": str, "config": {"model": dict}, "progress": dict, "world_size": int}
+    try:
+        require_shape(manifest, shape, "manifest")
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged; {error}") from None
     for what, key, mine in (("schema", "schema_hash", schema_hash), ("encoder", "encoder_hash", encoder_hash)):
         if manifest[key] != mine:
             raise CheckpointError(

@@ -91,6 +91,10 @@ def test_another_format_and_wrong_counts_are_refused(folder: Path) -> None:
     (folder / "store.json").write_text(json.dumps(info | {"format": 2}))
     with pytest.raises(LabelStoreError, match="format 1"):
         LabelStore.open(folder)
+    for key, value in (("rows", "7"), ("tasks", "click"), ("files", {"a": None}), ("embedding_dim", 1.5)):
+        (folder / "store.json").write_text(json.dumps(info | {key: value}))
+        with pytest.raises(LabelStoreError, match=rf"store\.json: store\.{key}.*: expected "):
+            LabelStore.open(folder)
     info.pop("teacher")
     (folder / "store.json").write_text(json.dumps(info))
     with pytest.raises(LabelStoreError, match="teacher"):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -210,6 +211,27 @@ def test_a_corrupt_student_is_refused(student_folder: Path, tmp_path: Path, file
     with pytest.raises(StudentError, match=file):
         export(ExportConfig(student=folder, out=tmp_path / "models"))
     assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (7, r"manifest\.model: expected dict, got int"),
+        ({"hidden": 7}, r"model: .*hidden"),
+        ({"dropout": None}, r"model: dropout: expected a value, got null"),
+        ({"id_dropout": "x"}, r"model: .*id_dropout"),
+        ({"init_std": -1.0}, r"model: init_std must not be negative"),
+        ({"depth": 2}, r"model: .*depth"),
+    ],
+)
+def test_a_damaged_config_of_a_student_is_named(student_folder: Path, tmp_path: Path, model: Any, message: str) -> None:
+    folder = tmp_path / "student"
+    shutil.copytree(student_folder, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    changed = manifest["model"] | model if isinstance(model, dict) else model
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"model": changed}))
+    with pytest.raises(StudentError, match=rf"manifest\.json: damaged; {message}"):
+        load_student(folder)
 
 
 def test_a_student_of_another_schema_is_refused(student_folder: Path, tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def data_file(path: Path) -> Path:
         ),
         (lambda path: (path / "manifest.json").write_text("{"), "damaged, not JSON"),
         (lambda path: (path / "manifest.json").write_text(json.dumps({"format": 99})), "format 99 is not"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "format None is not"),
+        (
+            lambda path: (path / "manifest.json").write_text(
+                json.dumps(json.loads((path / "manifest.json").read_text()) | {"files": {"x": {"bytes": "1"}}})
+            ),
+            r"manifest\.json: damaged; manifest\.files\.x\.bytes: expected int, got str",
+        ),
         (lambda path: (path / "manifest.json").unlink(), "not a whole checkpoint"),
     ],
 )
@@ -233,6 +240,10 @@ def test_find_and_prune(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003", "step-00000004"]
     with pytest.raises(files.CheckpointError, match="there is no checkpoint step-00000002; it has step-00000001"):
         files.find_checkpoint(tmp_path, 2)
+    for content in (b"", b"step-0", b"\xff\xfe", b"../elsewhere"):
+        (tmp_path / "best").write_bytes(content)
+        with pytest.raises(files.CheckpointError, match=r"best: damaged, it should name a checkpoint; it has step-0"):
+            files.find_checkpoint(tmp_path, "best")
     with pytest.raises(files.CheckpointError, match="is latest, best or a step, got 'newest'"):
         files.find_checkpoint(tmp_path, "newest")
 

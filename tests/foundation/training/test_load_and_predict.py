@@ -92,6 +92,20 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(data: Path, tmp_path: 
     manifest.write_text(json.dumps(deeper))
     with pytest.raises(CheckpointError, match=r"keys are missing in it: .*layers\.1"):
         load_model(out)
+    for key, value, message in (
+        ("layers", "x", r"manifest\.json: damaged; config\.model: .*layers"),
+        ("heads", 7, r"manifest\.json: damaged; config\.model: heads: expected a mapping of options, got 7"),
+        ("members", None, r"manifest\.json: damaged; config\.model: members: expected a value, got null"),
+    ):
+        broken = json.loads(json.dumps(whole))
+        broken["config"]["model"][key] = value
+        manifest.write_text(json.dumps(broken))
+        with pytest.raises(CheckpointError, match=message):
+            load_model(out)
+    for key in ("schema_hash", "config", "files", "step"):
+        manifest.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        with pytest.raises(CheckpointError, match=rf"manifest\.json: damaged; manifest\.{key}: is missing"):
+            load_model(out)
     manifest.write_text(json.dumps({**whole, "schema_hash": "0123456789abcdef"}))
     with pytest.raises(CheckpointError, match="trained with schema 0123456789abcdef"):
         load_model(out)
