@@ -26,8 +26,8 @@ def require_shape(value: Any, shape: Any, key: str = "content") -> None:
     Raises:
         ValueError: naming the first key that is missing or of another type.
     """
-    kind = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    kind: type = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
+    if not issubclass(type(value), kind) or (type(value) is bool and kind is not bool):
         raise ValueError(f"{key}: expected {kind.__name__}, got {type(value).__name__}")
     if isinstance(shape, Each):
         for name, part in value.items():

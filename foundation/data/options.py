@@ -106,7 +106,7 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
     for field in dataclasses.fields(config_class):
         value = parsed[field.name]  # not getattr: a field may be named like a method of the namespace
         hint, key = hints[field.name], f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, Namespace):
                 raise ValueError(f"{key}: expected a mapping of options, got {value!r}")
             value = _build(hint, value, f"{key}.")
