@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,9 @@ NO_TIME = -1
 """The time of an event whose time is not known."""
 
 MS_PER_HOUR = 3_600_000
+
+# Long columns are looked up in portions, so that what lies between raw id and row stays in the processor's cache.
+_LOOKUP = 1 << 13
 
 
 class EncodingError(ValueError):
@@ -197,13 +200,29 @@ class Encoder:
         vocabularies = {name.removeprefix("vocabulary."): values for name, values in arrays.items()}
         return Encoder(schema, vocabularies, statistics, hash_ids)
 
-    def encode_ids(self, table_name: str, column: Column, key: str) -> np.ndarray:
-        """Embedding rows int64 of a column's values; missing and unknown ids are counted under ``key``."""
+    def encode_ids(self, table_name: str, column: Column, key: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Embedding rows of a column's values; missing and unknown ids are counted under ``key``.
+
+        Args:
+            out: where to write them, as long as the values, of an integer type that holds the table's rows; by
+                default a new int64 array.
+        """
         values, valid = column.values, column.valid
+        known = None if column.dictionary is None else self._rows_of(table_name, column.dictionary, key)
+        if out is None:
+            if len(values) <= _LOOKUP:
+                return self._look_up(table_name, values, valid, known, key)
+            out = np.empty(len(values), dtype=np.int64)
+        for start in range(0, len(values), _LOOKUP):
+            part = slice(start, start + _LOOKUP)
+            out[part] = self._look_up(table_name, values[part], None if valid is None else valid[part], known, key)
+        return out
+
+    def _look_up(
+        self, table_name: str, values: np.ndarray, valid: np.ndarray | None, known: np.ndarray | None, key: str
+    ) -> np.ndarray:
+        """Rows of ids, or of positions in a dictionary whose rows are ``known``; counts them."""
         counter = self.counters[key]
-        known = None
-        if column.dictionary is not None:
-            known = self._rows_of(table_name, column.dictionary, key)
         if valid is not None and known is None and values.dtype.kind == "i" and valid.any():
             # Faster than picking the valid ones: what lies under a null is some integer.
             rows = self._rows_of(table_name, values, key) * valid
@@ -263,12 +282,14 @@ def encode_rows(
     columns: Mapping[str, Column],
     rows: int,
     request_time: np.ndarray | None = None,
+    room: Callable[[str, int], np.ndarray] | None = None,
 ) -> EncodedRows:
     """Encodes the given features and sequences of ``rows`` rows.
 
     Args:
         columns: raw columns by column name; each has ``rows`` rows.
         request_time: int64 ``[rows]`` ms; needed where a sequence has attributes that are known only later.
+        room: gives the array for so many ids of a key, in the order of keys; by default they are new, of int64.
 
     Raises:
         EncodingError: a column is absent, of a type that does not fit, or list columns are not aligned.
@@ -291,9 +312,10 @@ def encode_rows(
             lengths[feature.name] = np.diff(_offsets(column, feature.column))
         else:
             lengths[feature.name] = np.ones(rows, dtype=np.int64)
-        ids[feature.name] = encoder.encode_ids(feature.table, column, feature.name)
+        out = None if room is None else room(feature.name, len(column.values))
+        ids[feature.name] = encoder.encode_ids(feature.table, column, feature.name, out)
     for sequence in sequences:
-        _encode_sequence(encoder, sequence, columns, ids, lengths, times)
+        _encode_sequence(encoder, sequence, columns, ids, lengths, times, room)
         _hide_pending(sequence, ids, lengths, times, request_time)
     stacked = np.concatenate(dense, axis=1) if dense else np.zeros((rows, 0), dtype=np.float32)
     return EncodedRows(rows=rows, ids=ids, lengths=lengths, weights=weights, dense=stacked, times=times)
@@ -383,6 +405,7 @@ def _encode_sequence(
     ids: dict[str, np.ndarray],
     lengths: dict[str, np.ndarray],
     times: dict[str, np.ndarray],
+    room: Callable[[str, int], np.ndarray] | None,
 ) -> None:
     first = sequence.attributes[0].column
     whole = _offsets(_column(columns, first), first)
@@ -392,17 +415,19 @@ def _encode_sequence(
         _check_aligned(_offsets(column, attribute.column), whole, attribute.column, first)
         if position == 0:
             column, index = _clip(column, first, sequence.max_length, sequence.keep)
-            clipped = _offsets(column, first)
+            kept = np.diff(_offsets(column, first))
         else:
             column = _select(column, index)
         key = sequence.key(attribute.name)
-        ids[key] = encoder.encode_ids(attribute.table, column, key)
-        lengths[key] = np.diff(clipped)
+        out = None if room is None else room(key, len(column.values))
+        ids[key] = encoder.encode_ids(attribute.table, column, key, out)
+        lengths[key] = kept
     if sequence.timestamp is not None:
         column = _column(columns, sequence.timestamp)
         _check_aligned(_offsets(column, sequence.timestamp), whole, sequence.timestamp, first)
         column = _select(column, index)
-        moments = canonical_ids(np.nan_to_num(column.values), sequence.timestamp)
+        values = np.nan_to_num(column.values) if column.values.dtype.kind == "f" else column.values
+        moments = canonical_ids(values, sequence.timestamp)
         times[sequence.name] = moments if column.valid is None else np.where(column.valid, moments, NO_TIME)
 
 
@@ -414,15 +439,17 @@ def _hide_pending(
     request_time: np.ndarray | None,
 ) -> None:
     """Outcomes that are not known yet at request time become "missing"; events of unknown time keep theirs."""
-    for attribute in sequence.attributes:
-        if not attribute.known_after_hours:
-            continue
-        assert request_time is not None, f"{sequence.name} needs request times to hide pending outcomes"
-        key = sequence.key(attribute.name)
-        moments = times[sequence.name]
-        age = np.repeat(request_time, lengths[key]) - moments
-        pending = (moments != NO_TIME) & (age < attribute.known_after_hours * MS_PER_HOUR)
-        ids[key] = np.where(pending, MISSING_ROW, ids[key])
+    hours = {sequence.key(a.name): a.known_after_hours for a in sequence.attributes if a.known_after_hours}
+    if not hours:
+        return
+    assert request_time is not None, f"{sequence.name} needs request times to hide pending outcomes"
+    moments = times[sequence.name]
+    age = np.repeat(request_time, lengths[next(iter(hours))]) - moments
+    timed = moments != NO_TIME
+    for delay in set(hours.values()):
+        pending = timed & (age < delay * MS_PER_HOUR)
+        for key in (key for key, value in hours.items() if value == delay):
+            np.copyto(ids[key], MISSING_ROW, where=pending)
 
 
 def _clip(

@@ -8,13 +8,16 @@ fresh memory is slow: the system clears every page of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from foundation.data.encoding import EncodedBatch, EncodedRows
 from foundation.data.jagged import jagged_index
 from foundation.data.schema import Feature, Schema, Sequence
+
+New = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes an uninitialised array of a shape and dtype, as ``numpy.empty`` does."""
 
 REQUEST_FIELDS = ("request_time", "user_id", "surface")
 ITEM_FIELDS = ("labels", "label_valid", "weight", "sampling_rate", "impression_id")
@@ -43,15 +46,18 @@ class WindowStore:
             field.clear()
 
     def add(self, request: EncodedRows, item: EncodedRows, fields: Mapping[str, np.ndarray]) -> None:
-        """Adds rows that were read together; a request's last items may come with the next ones."""
+        """Adds rows that were read together; a request's last items may come with the next ones.
+
+        Their ids have been written to the ``room`` of ``request`` and ``item``.
+        """
         self.request.add(request)
         self.item.add(item)
         for name, values in fields.items():
             self._fields.setdefault(name, _Growing()).add(values)
 
-    def field(self, name: str, rows: np.ndarray) -> np.ndarray:
+    def field(self, name: str, rows: np.ndarray, new: New) -> np.ndarray:
         """Rows of a plain field."""
-        return self._fields[name].values().take(rows, axis=0)
+        return _taken(self._fields[name].values(), rows, new)
 
 
 class Window:
@@ -75,18 +81,18 @@ class Window:
         self._request_of = np.arange(len(sizes)) if one_each else np.repeat(np.arange(len(sizes)), used)
         assert store.request.rows == len(sizes) and store.item.rows == len(self._rows)
 
-    def batch(self, number: int) -> EncodedBatch:
-        """Batch ``number``, R requests with N impressions, in memory of its own."""
+    def batch(self, number: int, new: New = np.empty) -> EncodedBatch:
+        """Batch ``number``, R requests with N impressions, in arrays that ``new`` makes."""
         start, stop = int(self._cuts[number]), int(self._cuts[number + 1])
         request_of = self._request_of[start:stop]
         first, last = (int(request_of[0]), int(request_of[-1]) + 1) if stop > start else (0, 0)
         requests, rows = self._order[first:last], self._rows[start:stop]
         return EncodedBatch(
-            request=self._store.request.take(requests),
-            item=self._store.item.take(rows),
-            request_index=request_of - first,
-            **{name: self._store.field(name, requests) for name in REQUEST_FIELDS},
-            **{name: self._store.field(name, rows) for name in ITEM_FIELDS},
+            request=self._store.request.take(requests, new),
+            item=self._store.item.take(rows, new),
+            request_index=np.subtract(request_of, first, out=new(request_of.shape, request_of.dtype)),
+            **{name: self._store.field(name, requests, new) for name in REQUEST_FIELDS},
+            **{name: self._store.field(name, rows, new) for name in ITEM_FIELDS},
         )
 
 
@@ -136,9 +142,11 @@ class _RowStore:
         groups |= {s.name: [s.key(a.name) for a in s.attributes] for s in sequences}
         self.rows = 0
         self._groups = {name: keys for name, keys in groups.items() if keys}
+        self._place = {key: (name, number) for name, keys in groups.items() for number, key in enumerate(keys)}
         self._dtype = dtype
         self._parts: dict[tuple[str, str], _Growing] = {}
         self._starts: dict[str, np.ndarray] = {}
+        self._added: dict[str, np.ndarray] = {}
 
     def clear(self) -> None:
         self.rows = 0
@@ -146,14 +154,20 @@ class _RowStore:
         for part in self._parts.values():
             part.clear()
 
+    def room(self, key: str, count: int) -> np.ndarray:
+        """Where the ids of ``count`` more values of a key go; the keys of a group in turn."""
+        group, number = self._place[key]
+        if number == 0:
+            width = _width(len(self._groups[group]))
+            self._added[group] = self._part("ids", group).extend(count, (width,), self._dtype)
+        found = self._added[group][:, number]
+        assert len(found) == count
+        return found
+
     def add(self, rows: EncodedRows) -> None:
         self.rows += rows.rows
         self._part("dense").add(rows.dense)
         for group, keys in self._groups.items():
-            count = len(rows.ids[keys[0]])
-            together = self._part("ids", group).extend(count, (len(keys),), self._dtype)
-            for number, key in enumerate(keys):
-                together[:, number] = rows.ids[key]
             if group:
                 self._part("lengths", group).add(rows.lengths[keys[0]])
         for name, values in rows.weights.items():
@@ -161,27 +175,44 @@ class _RowStore:
         for name, values in rows.times.items():
             self._part("times", name).add(values)
 
-    def take(self, rows: np.ndarray) -> EncodedRows:
+    def take(self, rows: np.ndarray, new: New) -> EncodedRows:
         """The rows with these numbers (int64 ``[n]``) in this order, with int64 ids."""
-        found = EncodedRows(len(rows), {}, {}, {}, self._part("dense").values().take(rows, axis=0), {})
+        found = EncodedRows(len(rows), {}, {}, {}, _taken(self._part("dense").values(), rows, new), {})
         for group, keys in self._groups.items():
             if group:
                 lengths = self._part("lengths", group).values()
                 if group not in self._starts:
                     self._starts[group] = np.cumsum(lengths) - lengths
-                count = lengths.take(rows)
+                count = _taken(lengths, rows, new)
                 index = jagged_index(self._starts[group].take(rows), count)
             else:
-                index, count = rows, np.ones(len(rows), dtype=np.int64)
-            values = self._part("ids", group).values().take(index, axis=0)
+                index, count = rows, new(rows.shape, np.dtype(np.int64))
+                count.fill(1)
+            ids = self._part("ids", group).values()
+            # Taken together, then apart: the memory between them is small and used again.
+            together = self._part("taken", group)
+            together.clear()
+            values = _taken(ids, index, lambda shape, dtype, out=together: out.extend(shape[0], shape[1:], dtype))
             for number, key in enumerate(keys):
-                found.ids[key] = values[:, number].astype(np.int64)
+                found.ids[key] = new(index.shape, np.dtype(np.int64))
+                found.ids[key][:] = values[:, number]
                 found.lengths[key] = count
             if ("weights", group) in self._parts:
-                found.weights[group] = self._part("weights", group).values().take(index)
+                found.weights[group] = _taken(self._part("weights", group).values(), index, new)
             if ("times", group) in self._parts:
-                found.times[group] = self._part("times", group).values().take(index)
+                found.times[group] = _taken(self._part("times", group).values(), index, new)
         return found
 
     def _part(self, what: str, group: str = "") -> _Growing:
         return self._parts.setdefault((what, group), _Growing())
+
+
+def _taken(values: np.ndarray, rows: np.ndarray, new: New) -> np.ndarray:
+    """Rows of an array. They are known to be there; numpy checks that least in the mode "clip"."""
+    return values.take(rows, axis=0, out=new((len(rows), *values.shape[1:]), values.dtype), mode="clip")
+
+
+def _width(keys: int) -> int:
+    """Ids of a group's values side by side: numpy copies 4, 8, 16 or 32 bytes faster than a number between them."""
+    power = 1 << (keys - 1).bit_length()
+    return power if power <= 8 and 3 * power <= 4 * keys else keys

@@ -164,8 +164,18 @@ class WindowLoader:
             "impression_id": _whole(item[schema.impression_id], schema.impression_id, item_place),
         }
         store.add(
-            encode_rows(self.encoder, schema.request_features, schema.sequences, request, len(requests), moments),
-            encode_rows(self.encoder, schema.item_features, (), item, len(item_place.rows)),
+            encode_rows(
+                self.encoder,
+                schema.request_features,
+                schema.sequences,
+                request,
+                len(requests),
+                moments,
+                store.request.room,
+            ),
+            encode_rows(
+                self.encoder, schema.item_features, (), item, len(item_place.rows), room=store.item.room
+            ),
             fields,
         )
 

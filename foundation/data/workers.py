@@ -1,12 +1,15 @@
 """Worker processes that read windows and send batches, in an order that does not depend on their number.
 
-Unit ``i`` of a rank is read by worker ``i mod n``, and the batches are taken unit by unit. A worker sends as many
-batches as it has free slots; a slot is memory that it shares with the main process, so a batch costs one copy on
-each side and no lock, and nothing is left behind when a process is killed.
+Unit ``i`` of a rank is read by worker ``i mod n``, and the batches are taken unit by unit. A worker makes a batch in a
+free slot, which is memory that it shares with the main process. The main process hands out the slot itself, and the
+worker gets it back when the arrays of the batch are gone; a consumer that keeps more than a few batches gets copies.
+So most batches are never copied, no lock is held, and nothing is left behind when a process is killed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
 import multiprocessing as mp
 import os
@@ -14,6 +17,8 @@ import pickle
 import signal
 import sys
 import traceback
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +37,8 @@ from foundation.data.window_loader import Counts, WindowLoader
 # Address space of a slot; memory is used only as far as batches reach. Larger batches go through the pipe.
 _SLOT_BYTES = 64 << 20
 _ALIGN = 64
+# Slots of each worker that may be with the consumer. One more batch than that is copied.
+_LENT = 3
 
 
 class WorkerError(RuntimeError):
@@ -40,10 +47,10 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A batch: its pickle without the arrays, their sizes, and the slot that holds them (``None``: they follow)."""
+    """A batch: its pickle without the arrays, where those lie, and in which slot (``None``: they follow)."""
 
     head: bytes
-    sizes: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
     slot: int | None
     counts: Counts
 
@@ -82,12 +89,15 @@ class WorkerPool:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._slots: list[list[mmap.mmap]] = []
+        # Per worker: how many slots the consumer has, and which of them it has done with.
+        self._lent: list[int] = [0] * workers
+        self._ended: list[deque[int]] = [deque() for _ in range(workers)]
         # Forked workers share the index and the vocabularies; where fork is not safe they get copies.
         fork = sys.platform == "linux"
         context = mp.get_context("fork") if fork else mp.get_context("spawn")
         for number in range(workers):
             mine, theirs = context.Pipe()
-            slots = [mmap.mmap(-1, _SLOT_BYTES) for _ in range(prefetch)] if fork else []
+            slots = [mmap.mmap(-1, _SLOT_BYTES) for _ in range(prefetch + _LENT)] if fork else []
             inherited = [*self._pipes, mine] if fork else []
             process = context.Process(
                 target=_work,
@@ -130,9 +140,7 @@ class WorkerPool:
                 process.kill()
                 process.join()
             process.close()
-        for slots in self._slots:
-            for slot in slots:
-                slot.close()
+        # The memory of a slot goes when the last array in it does.
         self._processes, self._pipes, self._slots = [], [], []
 
     def _receive(self, number: int) -> tuple[EncodedBatch, Counts]:
@@ -141,21 +149,31 @@ class WorkerPool:
             raise self._death(process)
         try:
             message = pipe.recv()
+            if isinstance(message, _Failure):
+                raise DatasetError(message.message) if message.known else WorkerError(message.message)
+            memory = self._memory(number, message)
+            while self._ended[number]:
+                pipe.send(self._ended[number].popleft())
+                self._lent[number] -= 1
         except (EOFError, ConnectionError):
             raise self._death(process) from None
-        if isinstance(message, _Failure):
-            raise DatasetError(message.message) if message.known else WorkerError(message.message)
-        places, total = _layout(message.sizes)
-        if message.slot is None:
-            memory = np.frombuffer(bytearray(pipe.recv_bytes()), dtype=np.uint8)
-        else:
-            memory = np.empty(total, dtype=np.uint8)
-            shared = np.frombuffer(self._slots[number][message.slot], dtype=np.uint8, count=total)
-            memory[:] = shared
-            del shared
-            pipe.send(message.slot)
-        buffers = [memory[place : place + size] for place, size in zip(places, message.sizes, strict=True)]
+        buffers = [memory[place : place + size] for place, size in message.places]
         return pickle.loads(message.head, buffers=buffers), message.counts
+
+    def _memory(self, number: int, message: _Message) -> np.ndarray:
+        """The memory that holds a batch."""
+        if message.slot is None:
+            return np.frombuffer(bytearray(self._pipes[number].recv_bytes()), dtype=np.uint8)
+        shared = np.frombuffer(self._slots[number][message.slot], dtype=np.uint8)
+        if self._lent[number] < _LENT:
+            self._lent[number] += 1
+            # The arrays of the batch are views of this one.
+            weakref.finalize(shared, self._ended[number].append, message.slot).atexit = False
+            return shared
+        end = max((place + size for place, size in message.places), default=0)
+        self._ended[number].append(message.slot)
+        self._lent[number] += 1
+        return shared[:end].copy()
 
     def _death(self, process: BaseProcess) -> WorkerError:
         process.join(5)
@@ -163,15 +181,6 @@ class WorkerPool:
         cause = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         hint = "; the system may be out of memory: use fewer workers or a smaller shuffle_window" if code == -9 else ""
         return WorkerError(f"reader process {process.name} ended unexpectedly ({cause}){hint}")
-
-
-def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Aligned positions of buffers of these sizes, and the size of them all."""
-    places, position = [], 0
-    for size in sizes:
-        places.append(position)
-        position += -(-size // _ALIGN) * _ALIGN
-    return places, position
 
 
 def _work(
@@ -196,7 +205,7 @@ def _work(
         loader.read_ahead()
         for unit, window, counts in _windows(loader, units, ahead):
             for number in range(unit.first, unit.stop):
-                sender.send(window.batch(number), counts)
+                sender.send(window, number, counts)
                 counts = {}
         sender.drain()
     except (EOFError, BrokenPipeError, ConnectionError):
@@ -231,8 +240,27 @@ def _windows(loader: WindowLoader, units: Sequence[Unit], ahead: bool) -> Iterat
             yield found
 
 
+class _Arena:
+    """Makes arrays in the memory of a slot, one behind the other; ``full`` says that one did not fit."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self._used = 0
+        self.full = False
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised array, in the slot if it fits."""
+        size = math.prod(shape) * dtype.itemsize
+        start = self._used
+        if start + size > len(self._memory):
+            self.full = True
+            return np.empty(shape, dtype)
+        self._used = start + -(-size // _ALIGN) * _ALIGN
+        return self._memory[start : start + size].view(dtype).reshape(shape)
+
+
 class _Sender:
-    """Sends batches through free slots; waits for one if all are in use."""
+    """Makes batches in free slots and sends them; waits for a slot if all are in use."""
 
     def __init__(self, pipe: Connection, slots: Sequence[mmap.mmap]) -> None:
         self._pipe = pipe
@@ -240,24 +268,30 @@ class _Sender:
         self._free = list(range(len(slots)))
         self._parent = os.getppid()
 
-    def send(self, batch: EncodedBatch, counts: Counts) -> None:
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-        raw = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
-        sizes = tuple(len(part) for part in raw)
-        places, total = _layout(sizes)
-        if self._slots and total <= _SLOT_BYTES:
+    def send(self, window: Window, number: int, counts: Counts) -> None:
+        """Sends one batch of a window."""
+        slot: int | None = None
+        memory = np.zeros(0, dtype=np.uint8)
+        if self._slots:
             slot = self._free.pop() if self._free else self._returned()
-            target = self._slots[slot]
-            message = _Message(head, sizes, slot, counts)
-        else:
-            target = np.empty(total, dtype=np.uint8)
-            message = _Message(head, sizes, None, counts)
-        for part, place in zip(raw, places, strict=True):
-            target[place : place + len(part)] = part
-        self._pipe.send(message)
-        if message.slot is None:
-            self._pipe.send_bytes(target.data)
+            memory = self._slots[slot]
+        arena = _Arena(memory)
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(window.batch(number, arena.new), protocol=5, buffer_callback=buffers.append)
+        raw = [buffer.raw() for buffer in buffers]
+        if slot is not None and not arena.full:
+            places = tuple((_address(part) - _address(memory) if len(part) else 0, len(part)) for part in raw)
+            self._pipe.send(_Message(head, places, slot, counts))
+            return
+        if slot is not None:
+            self._free.append(slot)
+        ends = list(itertools.accumulate(-(-len(part) // _ALIGN) * _ALIGN for part in raw))
+        places = tuple((start, len(part)) for start, part in zip([0, *ends], raw, strict=False))
+        joined = np.empty(ends[-1], dtype=np.uint8)
+        for part, (start, size) in zip(raw, places, strict=True):
+            joined[start : start + size] = np.frombuffer(part, dtype=np.uint8)
+        self._pipe.send(_Message(head, places, None, counts))
+        self._pipe.send_bytes(joined.data)
 
     def drain(self) -> None:
         """Waits until everything sent has been taken."""
@@ -270,3 +304,7 @@ class _Sender:
             if os.getppid() != self._parent:
                 raise EOFError
         return int(self._pipe.recv())
+
+
+def _address(memory: memoryview | np.ndarray) -> int:
+    return int(np.asarray(memory).__array_interface__["data"][0])
