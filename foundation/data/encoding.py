@@ -18,6 +18,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from foundation.data.columns import (
+    Column,
+    EncodingError,
+    as_floats,
+    check_aligned,
+    clip,
+    column_of,
+    offsets_of,
+    select,
+)
 from foundation.data.ids import IdType, VocabularyIndex, as_id_type, canonical_ids, hash_rows, id_type, range_rows
 from foundation.data.jagged import jagged_index, pad
 from foundation.data.schema import FIRST_ROW, MISSING_ROW, UNKNOWN_ROW, Feature, Schema, Sequence
@@ -28,25 +38,7 @@ NO_TIME = -1
 MS_PER_HOUR = 3_600_000
 
 # Long columns are looked up in portions, so that what lies between raw id and row stays in the processor's cache.
-_LOOKUP = 1 << 13
-
-
-class EncodingError(ValueError):
-    """Values that cannot become model inputs; the message names the column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A raw column. A list column has ``offsets`` int64 ``[rows + 1]`` into ``values``; a null list is empty.
-
-    ``valid`` is a bool mask over ``values`` (``None``: all valid). With a ``dictionary`` (distinct strings, as
-    Arrow stores them), ``values`` are positions in it, so that each distinct string is looked up only once.
-    """
-
-    values: np.ndarray
-    valid: np.ndarray | None = None
-    offsets: np.ndarray | None = None
-    dictionary: np.ndarray | None = None
+_LOOKUP = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +199,33 @@ class Encoder:
             out: where to write them, as long as the values, of an integer type that holds the table's rows; by
                 default a new int64 array.
         """
-        values, valid = column.values, column.valid
-        known = None if column.dictionary is None else self._rows_of(table_name, column.dictionary, key)
-        if out is None:
-            if len(values) <= _LOOKUP:
-                return self._look_up(table_name, values, valid, known, key)
-            out = np.empty(len(values), dtype=np.int64)
-        for start in range(0, len(values), _LOOKUP):
-            part = slice(start, start + _LOOKUP)
-            out[part] = self._look_up(table_name, values[part], None if valid is None else valid[part], known, key)
-        return out
+        rows = np.empty(len(column.values), dtype=np.int64) if out is None else out
+        self.encode_together([(table_name, column, key, rows, None)])
+        return rows
+
+    def encode_together(self, parts: list[tuple[str, Column, str, np.ndarray, np.ndarray | None]]) -> None:
+        """Does :meth:`encode_ids` for columns with equally many values, portion by portion.
+
+        Rows that lie side by side in memory are so written while that is in the cache.
+
+        Args:
+            parts: table, column, key, where to write the rows, and which values to take as they are (bool;
+                ``None``: all); the others become "missing".
+        """
+        known = {
+            key: self._rows_of(table, column.dictionary, key)
+            for table, column, key, *_ in parts
+            if column.dictionary is not None
+        }
+        for start in range(0, max((len(out) for *_, out, _ in parts), default=0), _LOOKUP):
+            portion = slice(start, start + _LOOKUP)
+            for table, column, key, out, shown in parts:
+                valid = None if column.valid is None else column.valid[portion]
+                rows = self._look_up(table, column.values[portion], valid, known.get(key), key)
+                if shown is not None:
+                    # Row 0 is "missing"; a product is several times faster than an assignment by mask.
+                    rows *= shown[portion]
+                out[portion] = rows
 
     def _look_up(
         self, table_name: str, values: np.ndarray, valid: np.ndarray | None, known: np.ndarray | None, key: str
@@ -297,28 +306,27 @@ def encode_rows(
     ids: dict[str, np.ndarray] = {}
     lengths: dict[str, np.ndarray] = {}
     weights: dict[str, np.ndarray] = {}
-    times: dict[str, np.ndarray] = {}
     dense: list[np.ndarray] = []
     for feature in features:
-        column = _column(columns, feature.column)
+        column = column_of(columns, feature.column)
         if feature.kind in ("dense", "embedding"):
             dense.append(encoder.encode_dense(feature, column))
             continue
         assert feature.table is not None
         if feature.kind == "multi":
-            column, index = _clip(column, feature.column, feature.max_length, "earliest")
+            column, index = clip(column, feature.column, feature.max_length, "earliest")
             if feature.weights is not None:
                 weights[feature.name] = _aligned(columns, feature.weights, index, column)
-            lengths[feature.name] = np.diff(_offsets(column, feature.column))
+            lengths[feature.name] = np.diff(offsets_of(column, feature.column))
         else:
             lengths[feature.name] = np.ones(rows, dtype=np.int64)
         out = None if room is None else room(feature.name, len(column.values))
         ids[feature.name] = encoder.encode_ids(feature.table, column, feature.name, out)
-    for sequence in sequences:
-        _encode_sequence(encoder, sequence, columns, ids, lengths, times, room)
-        _hide_pending(sequence, ids, lengths, times, request_time)
     stacked = np.concatenate(dense, axis=1) if dense else np.zeros((rows, 0), dtype=np.float32)
-    return EncodedRows(rows=rows, ids=ids, lengths=lengths, weights=weights, dense=stacked, times=times)
+    encoded = EncodedRows(rows=rows, ids=ids, lengths=lengths, weights=weights, dense=stacked, times={})
+    for sequence in sequences:
+        _encode_sequence(encoder, sequence, columns, encoded, request_time, room)
+    return encoded
 
 
 def model_signature(schema: Schema) -> list[TensorSpec]:
@@ -402,117 +410,60 @@ def _encode_sequence(
     encoder: Encoder,
     sequence: Sequence,
     columns: Mapping[str, Column],
-    ids: dict[str, np.ndarray],
-    lengths: dict[str, np.ndarray],
-    times: dict[str, np.ndarray],
+    rows: EncodedRows,
+    request_time: np.ndarray | None,
     room: Callable[[str, int], np.ndarray] | None,
 ) -> None:
     first = sequence.attributes[0].column
-    whole = _offsets(_column(columns, first), first)
-    index: np.ndarray | None = None
-    for position, attribute in enumerate(sequence.attributes):
-        column = _column(columns, attribute.column)
-        _check_aligned(_offsets(column, attribute.column), whole, attribute.column, first)
-        if position == 0:
-            column, index = _clip(column, first, sequence.max_length, sequence.keep)
-            kept = np.diff(_offsets(column, first))
-        else:
-            column = _select(column, index)
-        key = sequence.key(attribute.name)
-        out = None if room is None else room(key, len(column.values))
-        ids[key] = encoder.encode_ids(attribute.table, column, key, out)
-        lengths[key] = kept
+    whole = offsets_of(column_of(columns, first), first)
+    events, index = clip(columns[first], first, sequence.max_length, sequence.keep)
+    lengths = np.diff(offsets_of(events, first))
     if sequence.timestamp is not None:
-        column = _column(columns, sequence.timestamp)
-        _check_aligned(_offsets(column, sequence.timestamp), whole, sequence.timestamp, first)
-        column = _select(column, index)
+        column = column_of(columns, sequence.timestamp)
+        check_aligned(offsets_of(column, sequence.timestamp), whole, sequence.timestamp, first)
+        column = select(column, index)
         values = np.nan_to_num(column.values) if column.values.dtype.kind == "f" else column.values
         moments = canonical_ids(values, sequence.timestamp)
-        times[sequence.name] = moments if column.valid is None else np.where(column.valid, moments, NO_TIME)
+        rows.times[sequence.name] = moments if column.valid is None else np.where(column.valid, moments, NO_TIME)
+    shown = _past(sequence, rows.times.get(sequence.name), lengths, request_time)
+    parts = []
+    for attribute in sequence.attributes:
+        column = column_of(columns, attribute.column)
+        check_aligned(offsets_of(column, attribute.column), whole, attribute.column, first)
+        column = events if attribute.column == first else select(column, index)
+        key, count = sequence.key(attribute.name), len(column.values)
+        rows.ids[key] = np.empty(count, dtype=np.int64) if room is None else room(key, count)
+        rows.lengths[key] = lengths
+        parts.append((attribute.table, column, key, rows.ids[key], shown.get(attribute.known_after_hours)))
+    encoder.encode_together(parts)
 
 
-def _hide_pending(
-    sequence: Sequence,
-    ids: dict[str, np.ndarray],
-    lengths: dict[str, np.ndarray],
-    times: dict[str, np.ndarray],
-    request_time: np.ndarray | None,
-) -> None:
-    """Outcomes that are not known yet at request time become "missing"; events of unknown time keep theirs."""
-    hours = {sequence.key(a.name): a.known_after_hours for a in sequence.attributes if a.known_after_hours}
-    if not hours:
-        return
+def _past(
+    sequence: Sequence, moments: np.ndarray | None, lengths: np.ndarray, request_time: np.ndarray | None
+) -> dict[float, np.ndarray]:
+    """For each delay of the sequence's outcomes, which events have one that is known at request time.
+
+    The others become "missing"; events of unknown time keep theirs.
+    """
+    delays = {attribute.known_after_hours for attribute in sequence.attributes if attribute.known_after_hours}
+    if not delays:
+        return {}
     assert request_time is not None, f"{sequence.name} needs request times to hide pending outcomes"
-    moments = times[sequence.name]
-    age = np.repeat(request_time, lengths[next(iter(hours))]) - moments
-    timed = moments != NO_TIME
-    for delay in set(hours.values()):
-        pending = timed & (age < delay * MS_PER_HOUR)
-        for key in (key for key, value in hours.items() if value == delay):
-            np.copyto(ids[key], MISSING_ROW, where=pending)
-
-
-def _clip(
-    column: Column, name: str, limit: int, keep: Literal["latest", "earliest"]
-) -> tuple[Column, np.ndarray | None]:
-    """At most ``limit`` values per row, and the positions kept (``None``: all)."""
-    offsets = _offsets(column, name)
-    lengths = np.diff(offsets)
-    if not len(lengths) or (lengths.max() <= limit and offsets[0] == 0):
-        return column, None
-    kept = np.minimum(lengths, limit)
-    starts = offsets[1:] - kept if keep == "latest" else offsets[:-1]
-    index = jagged_index(starts, kept)
-    clipped = np.concatenate([[0], np.cumsum(kept)])
-    selected = _select(column, index)
-    return Column(selected.values, selected.valid, clipped, column.dictionary), index
-
-
-def _select(column: Column, index: np.ndarray | None) -> Column:
-    if index is None:
-        return column
-    valid = None if column.valid is None else column.valid[index]
-    return Column(column.values[index], valid, dictionary=column.dictionary)
+    assert moments is not None
+    age = np.repeat(request_time, lengths) - moments
+    timeless = moments == NO_TIME
+    return {delay: timeless | (age >= delay * MS_PER_HOUR) for delay in delays}
 
 
 def _aligned(columns: Mapping[str, Column], name: str, index: np.ndarray | None, ids: Column) -> np.ndarray:
     """The float32 weights that go with the values of a multi-valued feature."""
-    column = _column(columns, name)
-    selected = _select(column, index)
+    column = column_of(columns, name)
+    selected = select(column, index)
     if len(selected.values) != len(ids.values):
         raise EncodingError(f"{name}: {len(column.values)} weights do not go with the ids of its feature")
     values = as_floats(selected.values, name)
     good = np.isfinite(values) if selected.valid is None else selected.valid & np.isfinite(values)
     return np.where(good, values, 0.0).astype(np.float32)
-
-
-def _check_aligned(offsets: np.ndarray, whole: np.ndarray, name: str, first: str) -> None:
-    if not np.array_equal(offsets, whole):
-        lengths, want = np.diff(offsets), np.diff(whole)
-        row = int(np.flatnonzero(lengths != want)[0]) if len(lengths) == len(want) else 0
-        raise EncodingError(
-            f"{name}: row {row} has {lengths[row] if len(lengths) else 0} events, "
-            f"but {first} has {want[row] if len(want) else 0}; the lists of a sequence must be aligned"
-        )
-
-
-def _column(columns: Mapping[str, Column], name: str) -> Column:
-    if name not in columns:
-        raise EncodingError(f"{name}: column is missing")
-    return columns[name]
-
-
-def _offsets(column: Column, name: str) -> np.ndarray:
-    if column.offsets is None:
-        raise EncodingError(f"{name}: expected a list column")
-    return column.offsets
-
-
-def as_floats(values: np.ndarray, name: str) -> np.ndarray:
-    """Numbers as float64. Raises EncodingError naming the column for anything else."""
-    if values.dtype.kind not in "biuf":
-        raise EncodingError(f"{name}: expected numbers, got {values.dtype}")
-    return values.astype(np.float64, copy=False)
 
 
 def _first_key(rows: EncodedRows, sequence: str) -> str:

@@ -131,7 +131,9 @@ def range_rows(values: np.ndarray, rows: int) -> np.ndarray:
     outside = values.view(np.uint64) >= np.uint64(rows - FIRST_ROW)
     found = values + FIRST_ROW
     if outside.any():
-        found[outside] = UNKNOWN_ROW
+        # Several times faster than an assignment by mask.
+        found *= ~outside
+        found += UNKNOWN_ROW * outside
     return found
 
 
@@ -154,7 +156,7 @@ class VocabularyIndex:
             self._base = max(int(vocabulary[0]) - 1, np.iinfo(np.int64).min)
             span = int(vocabulary[-1]) - self._base
             if span <= max(_DIRECT_LEAST, _DIRECT_SPAN * len(vocabulary)) and self._base < vocabulary[0]:
-                self._direct = np.full(span + 2, UNKNOWN_ROW, dtype=np.int64)
+                self._direct = np.full(span + 2, UNKNOWN_ROW, dtype=np.int32)
                 self._direct[vocabulary - self._base] = np.arange(len(vocabulary)) + FIRST_ROW
             else:
                 self._hashed = _HashTable(vocabulary)
@@ -165,7 +167,7 @@ class VocabularyIndex:
         return self.vocabulary.dtype.kind != "i"
 
     def rows(self, values: np.ndarray) -> np.ndarray:
-        """Rows of canonical ids ``[n]``: int64 ``[n]``."""
+        """Rows of canonical ids ``[n]``: int32 or int64 ``[n]``."""
         if self.holds_strings:
             found = (self._rows.get(v, UNKNOWN_ROW) for v in values.tolist())
             return np.fromiter(found, dtype=np.int64, count=len(values))
@@ -202,7 +204,8 @@ class _HashTable:
         """Rows of int64 ids ``[n]``: int64 ``[n]``."""
         slot = self._home(values)
         rows = self._rows.take(slot).astype(np.int64)
-        pending = np.flatnonzero((self._ids.take(slot) != values) & (rows != UNKNOWN_ROW))
+        pending = np.flatnonzero(self._ids.take(slot) != values)
+        pending = pending[rows.take(pending) != UNKNOWN_ROW]
         slot = slot[pending]
         while len(pending):
             slot += 1

@@ -19,6 +19,9 @@ from foundation.data.schema import Feature, Schema, Sequence
 New = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Makes an uninitialised array of a shape and dtype, as ``numpy.empty`` does."""
 
+# From so many rows on, what has come tells how much memory all will need.
+_MANY = 1000
+
 REQUEST_FIELDS = ("request_time", "user_id", "surface")
 ITEM_FIELDS = ("labels", "label_valid", "weight", "sampling_rate", "impression_id")
 """The fields of a batch that are plain arrays with one row per request and one per impression."""
@@ -38,22 +41,25 @@ class WindowStore:
         self.item = _RowStore(schema.item_features, (), dtype)
         self._fields: dict[str, _Growing] = {}
 
-    def clear(self) -> None:
-        """Forgets all rows and keeps the memory."""
-        self.request.clear()
-        self.item.clear()
+    def clear(self, requests: int, items: int) -> None:
+        """Forgets all rows and keeps the memory; so many rows are to come."""
+        self.request.clear(requests)
+        self.item.clear(items)
         for field in self._fields.values():
             field.clear()
 
-    def add(self, request: EncodedRows, item: EncodedRows, fields: Mapping[str, np.ndarray]) -> None:
-        """Adds rows that were read together; a request's last items may come with the next ones.
+    def begin(self, requests: int, items: int) -> None:
+        """Makes room for rows that were read together; a request's last items may come with the next ones."""
+        self.request.rows += requests
+        self.item.rows += items
 
-        Their ids have been written to the ``room`` of ``request`` and ``item``.
-        """
+    def add(self, request: EncodedRows, item: EncodedRows, fields: Mapping[str, np.ndarray]) -> None:
+        """Adds the rows begun; their ids have been written to the ``room`` of ``request`` and ``item``."""
         self.request.add(request)
         self.item.add(item)
         for name, values in fields.items():
-            self._fields.setdefault(name, _Growing()).add(values)
+            side = self.request if name in REQUEST_FIELDS else self.item
+            self._fields.setdefault(name, _Growing()).add(values, side.share)
 
     def field(self, name: str, rows: np.ndarray, new: New) -> np.ndarray:
         """Rows of a plain field."""
@@ -108,20 +114,26 @@ class _Growing:
     def clear(self) -> None:
         self._length = 0
 
-    def add(self, values: np.ndarray) -> None:
-        self.extend(len(values), values.shape[1:], values.dtype)[...] = values
+    def add(self, values: np.ndarray, share: float = 1.0) -> None:
+        self.extend(len(values), values.shape[1:], values.dtype, share)[...] = values
 
-    def extend(self, count: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Room for ``count`` more rows of this shape, to be filled."""
+    def extend(self, count: int, shape: tuple[int, ...], dtype: np.dtype, share: float = 1.0) -> np.ndarray:
+        """Room for ``count`` more rows of this shape, to be filled; with them, this ``share`` of all is there."""
         end = self._length + count
         if self._array is None or end > len(self._array):
-            larger = np.empty((max(end, self._length * 3 // 2), *shape), dtype=dtype)
+            # What is not written to takes no memory.
+            larger = np.empty((max(int(1.1 * end / share), self._length * 3 // 2), *shape), dtype=dtype)
             if self._array is not None:
                 larger[: self._length] = self._array[: self._length]
             self._array = larger
         room = self._array[self._length : end]
         self._length = end
         return room
+
+    def anew(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array of this shape over what was there."""
+        self.clear()
+        return self.extend(shape[0], shape[1:], dtype)
 
     def values(self) -> np.ndarray:
         assert self._array is not None
@@ -141,6 +153,7 @@ class _RowStore:
         groups |= {f.name: [f.name] for f in features if f.kind == "multi"}
         groups |= {s.name: [s.key(a.name) for a in s.attributes] for s in sequences}
         self.rows = 0
+        self._expected = 0
         self._groups = {name: keys for name, keys in groups.items() if keys}
         self._place = {key: (name, number) for name, keys in groups.items() for number, key in enumerate(keys)}
         self._dtype = dtype
@@ -148,8 +161,14 @@ class _RowStore:
         self._starts: dict[str, np.ndarray] = {}
         self._added: dict[str, np.ndarray] = {}
 
-    def clear(self) -> None:
+    @property
+    def share(self) -> float:
+        """The part of the expected rows that is there, with those being added; 1 while they are few."""
+        return self.rows / max(self._expected, self.rows) if self.rows >= _MANY else 1.0
+
+    def clear(self, expected: int) -> None:
         self.rows = 0
+        self._expected = expected
         self._starts.clear()
         for part in self._parts.values():
             part.clear()
@@ -159,21 +178,21 @@ class _RowStore:
         group, number = self._place[key]
         if number == 0:
             width = _width(len(self._groups[group]))
-            self._added[group] = self._part("ids", group).extend(count, (width,), self._dtype)
+            self._added[group] = self._part("ids", group).extend(count, (width,), self._dtype, self.share)
         found = self._added[group][:, number]
         assert len(found) == count
         return found
 
     def add(self, rows: EncodedRows) -> None:
-        self.rows += rows.rows
-        self._part("dense").add(rows.dense)
+        share = self.share
+        self._part("dense").add(rows.dense, share)
         for group, keys in self._groups.items():
             if group:
-                self._part("lengths", group).add(rows.lengths[keys[0]])
+                self._part("lengths", group).add(rows.lengths[keys[0]], share)
         for name, values in rows.weights.items():
-            self._part("weights", name).add(values)
+            self._part("weights", name).add(values, share)
         for name, values in rows.times.items():
-            self._part("times", name).add(values)
+            self._part("times", name).add(values, share)
 
     def take(self, rows: np.ndarray, new: New) -> EncodedRows:
         """The rows with these numbers (int64 ``[n]``) in this order, with int64 ids."""
@@ -190,9 +209,7 @@ class _RowStore:
                 count.fill(1)
             ids = self._part("ids", group).values()
             # Taken together, then apart: the memory between them is small and used again.
-            together = self._part("taken", group)
-            together.clear()
-            values = _taken(ids, index, lambda shape, dtype, out=together: out.extend(shape[0], shape[1:], dtype))
+            values = _taken(ids, index, self._part("taken", group).anew)
             for number, key in enumerate(keys):
                 found.ids[key] = new(index.shape, np.dtype(np.int64))
                 found.ids[key][:] = values[:, number]

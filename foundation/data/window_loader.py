@@ -93,10 +93,10 @@ class WindowLoader:
             DatasetError: values that cannot be used; the message names file, column and row.
         """
         assert unit.pieces
-        store.clear()
+        sizes, order = window_requests(self.index, unit)
+        store.clear(len(sizes), int(sizes.sum()))
         for piece in unit.pieces:
             self._add_piece(piece, store)
-        sizes, order = window_requests(self.index, unit)
         cuts = batch_cuts(sizes[order], self.settings, unit.batches)
         return Window(store, sizes, order, cuts)
 
@@ -163,6 +163,7 @@ class WindowLoader:
             ),
             "impression_id": _whole(item[schema.impression_id], schema.impression_id, item_place),
         }
+        store.begin(len(requests), len(item_place.rows))
         store.add(
             encode_rows(
                 self.encoder,
@@ -173,9 +174,7 @@ class WindowLoader:
                 moments,
                 store.request.room,
             ),
-            encode_rows(
-                self.encoder, schema.item_features, (), item, len(item_place.rows), room=store.item.room
-            ),
+            encode_rows(self.encoder, schema.item_features, (), item, len(item_place.rows), room=store.item.room),
             fields,
         )
 

@@ -8,12 +8,10 @@ So most batches are never copied, no lock is held, and nothing is left behind wh
 
 from __future__ import annotations
 
-import itertools
-import math
+import gc
 import mmap
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -26,17 +24,16 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import numpy as np
-import pyarrow as pa
 
 from foundation.data.encoding import EncodedBatch
 from foundation.data.plan import Unit
+from foundation.data.shared_batch import Arena, Names, Place, flatten, rebuild, size_of
 from foundation.data.storage import DatasetError
 from foundation.data.window import Window
 from foundation.data.window_loader import Counts, WindowLoader
 
 # Address space of a slot; memory is used only as far as batches reach. Larger batches go through the pipe.
 _SLOT_BYTES = 64 << 20
-_ALIGN = 64
 # Slots of each worker that may be with the consumer. One more batch than that is copied.
 _LENT = 3
 
@@ -47,10 +44,14 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A batch: its pickle without the arrays, where those lie, and in which slot (``None``: they follow)."""
+    """A batch: its names unless they are those of the last one, and where its arrays lie in the memory that it uses.
 
-    head: bytes
-    places: tuple[tuple[int, int], ...]
+    That is the beginning of a slot; with the slot ``None``, it follows.
+    """
+
+    names: Names | None
+    places: tuple[Place, ...]
+    used: int
     slot: int | None
     counts: Counts
 
@@ -92,6 +93,7 @@ class WorkerPool:
         # Per worker: how many slots the consumer has, and which of them it has done with.
         self._lent: list[int] = [0] * workers
         self._ended: list[deque[int]] = [deque() for _ in range(workers)]
+        self._names: list[Names] = [()] * workers
         # Forked workers share the index and the vocabularies; where fork is not safe they get copies.
         fork = sys.platform == "linux"
         context = mp.get_context("fork") if fork else mp.get_context("spawn")
@@ -157,8 +159,9 @@ class WorkerPool:
                 self._lent[number] -= 1
         except (EOFError, ConnectionError):
             raise self._death(process) from None
-        buffers = [memory[place : place + size] for place, size in message.places]
-        return pickle.loads(message.head, buffers=buffers), message.counts
+        if message.names is not None:
+            self._names[number] = message.names
+        return rebuild(self._names[number], message.places, memory), message.counts
 
     def _memory(self, number: int, message: _Message) -> np.ndarray:
         """The memory that holds a batch."""
@@ -170,10 +173,9 @@ class WorkerPool:
             # The arrays of the batch are views of this one.
             weakref.finalize(shared, self._ended[number].append, message.slot).atexit = False
             return shared
-        end = max((place + size for place, size in message.places), default=0)
-        self._ended[number].append(message.slot)
-        self._lent[number] += 1
-        return shared[:end].copy()
+        memory = shared[: message.used].copy()
+        self._pipes[number].send(message.slot)
+        return memory
 
     def _death(self, process: BaseProcess) -> WorkerError:
         process.join(5)
@@ -195,8 +197,8 @@ def _work(
     # Ctrl-C is for the main process, which then ends its workers; its other handlers are not for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Arrow's own allocators keep freed memory longer than malloc does, in every worker.
-    pa.set_memory_pool(pa.system_memory_pool())
+    # What was there before is there to stay; the collector need not look at it again and again.
+    gc.freeze()
     for other in inherited:
         # Otherwise a pipe would stay open when the main process is killed, and its reader would wait for ever.
         other.close()
@@ -240,25 +242,6 @@ def _windows(loader: WindowLoader, units: Sequence[Unit], ahead: bool) -> Iterat
             yield found
 
 
-class _Arena:
-    """Makes arrays in the memory of a slot, one behind the other; ``full`` says that one did not fit."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self._memory = memory
-        self._used = 0
-        self.full = False
-
-    def new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array, in the slot if it fits."""
-        size = math.prod(shape) * dtype.itemsize
-        start = self._used
-        if start + size > len(self._memory):
-            self.full = True
-            return np.empty(shape, dtype)
-        self._used = start + -(-size // _ALIGN) * _ALIGN
-        return self._memory[start : start + size].view(dtype).reshape(shape)
-
-
 class _Sender:
     """Makes batches in free slots and sends them; waits for a slot if all are in use."""
 
@@ -266,6 +249,7 @@ class _Sender:
         self._pipe = pipe
         self._slots = [np.frombuffer(slot, dtype=np.uint8) for slot in slots]
         self._free = list(range(len(slots)))
+        self._names: Names = ()
         self._parent = os.getppid()
 
     def send(self, window: Window, number: int, counts: Counts) -> None:
@@ -273,25 +257,25 @@ class _Sender:
         slot: int | None = None
         memory = np.zeros(0, dtype=np.uint8)
         if self._slots:
-            slot = self._free.pop() if self._free else self._returned()
+            # The slot that came back last is the likeliest to be in the processor's cache.
+            while not self._free or self._pipe.poll():
+                self._free.append(self._returned())
+            slot = self._free.pop()
             memory = self._slots[slot]
-        arena = _Arena(memory)
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(window.batch(number, arena.new), protocol=5, buffer_callback=buffers.append)
-        raw = [buffer.raw() for buffer in buffers]
-        if slot is not None and not arena.full:
-            places = tuple((_address(part) - _address(memory) if len(part) else 0, len(part)) for part in raw)
-            self._pipe.send(_Message(head, places, slot, counts))
-            return
-        if slot is not None:
-            self._free.append(slot)
-        ends = list(itertools.accumulate(-(-len(part) // _ALIGN) * _ALIGN for part in raw))
-        places = tuple((start, len(part)) for start, part in zip([0, *ends], raw, strict=False))
-        joined = np.empty(ends[-1], dtype=np.uint8)
-        for part, (start, size) in zip(raw, places, strict=True):
-            joined[start : start + size] = np.frombuffer(part, dtype=np.uint8)
-        self._pipe.send(_Message(head, places, None, counts))
-        self._pipe.send_bytes(joined.data)
+        arena = Arena(memory)
+        names, arrays = flatten(window.batch(number, arena.new))
+        if slot is None or arena.full:
+            if slot is not None:
+                self._free.append(slot)
+                slot = None
+            memory = np.empty(size_of(arrays), dtype=np.uint8)
+            arena = Arena(memory)
+            arrays = [arena.copy(array) for array in arrays]
+        told = None if names == self._names else names
+        self._names = names
+        self._pipe.send(_Message(told, tuple(arena.place(array) for array in arrays), arena.used, slot, counts))
+        if slot is None:
+            self._pipe.send_bytes(memory[: arena.used].data)
 
     def drain(self) -> None:
         """Waits until everything sent has been taken."""
@@ -304,7 +288,3 @@ class _Sender:
             if os.getppid() != self._parent:
                 raise EOFError
         return int(self._pipe.recv())
-
-
-def _address(memory: memoryview | np.ndarray) -> int:
-    return int(np.asarray(memory).__array_interface__["data"][0])
