@@ -101,11 +101,8 @@ def cases(world: int) -> list[Case]:
 
     With 2 ranks each dense combination meets each of the tables; beyond that each meets one, and plans take turns.
     """
-    sizes = {1, 2, world}
     dense = [
-        DenseSizes(replica=r, shard=s, expert=e)
-        for r, s, e in product(sorted(sizes), sorted(sizes), (1, 2))
-        if r * s * e == world
+        DenseSizes(replica=r, shard=s, expert=e) for r, s, e in product((1, 2), (1, 2), (1, 2)) if r * s * e == world
     ]
     sparse = [SparseSizes(replicas=m) for m in sorted({1, 2, world // 2, world}) if m and world % m == 0]
     plans = list(PLANS)
