@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from kernels.benchmarks.cases import Case, Inputs
@@ -30,9 +33,16 @@ def call(case: Case, x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return gdpa(q, k, v, x.q_offsets, x.kv_offsets, activation=case.act, max_keys=bound)
 
 
+def gradients(case: Case, x: Inputs) -> Callable[[], object]:
+    """The backward operator on a case."""
+    bound = case.keys if case.keys else -1
+    options = (x.q_offsets, x.kv_offsets, case.act, 1.0, 1.0, -1, bound)
+    return lambda: torch.ops.opengem.gdpa_backward(x.grad, x.q, x.k, x.v, *options)
+
+
 def main() -> None:
     """Prints the tables."""
-    table(call, CASES, Machine.measure())
+    table(call, gradients, CASES, Machine.measure())
     launch_cost(call, Case(name="small", batch=8, width=64, queries=64, keys=64))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from kernels.benchmarks.cases import Case, Inputs
@@ -25,9 +28,16 @@ def call(case: Case, x: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return jagged_attention(q, k, v, x.q_offsets, x.kv_offsets, window=window)
 
 
+def gradients(case: Case, x: Inputs) -> Callable[[], object]:
+    """The backward operator on a case."""
+    options = (x.q_offsets, x.kv_offsets, case.width**-0.5, False, case.window)
+    out, lse = torch.ops.opengem.jagged_attention(x.q, x.k, x.v, *options)
+    return lambda: torch.ops.opengem.jagged_attention_backward(x.grad, x.q, x.k, x.v, out, lse, *options)
+
+
 def main() -> None:
     """Prints the tables. Of the window's line the baselines are full attention, which computes more."""
-    table(call, CASES, Machine.measure())
+    table(call, gradients, CASES, Machine.measure())
     launch_cost(call, Case(name="small", batch=8, width=64, queries=64, act="softmax"))
 
 

@@ -18,6 +18,9 @@ from kernels.benchmarks.cases import Case, Inputs, copy_bandwidth, make, millise
 Op = Callable[[Case, Inputs, Tensor, Tensor, Tensor], Tensor]
 """The op under test on q, k and v of a case."""
 
+Gradients = Callable[[Case, Inputs], Callable[[], object]]
+"""Makes the backward operator of a case, for a CUDA graph without autograd."""
+
 BACKWARD_OPERATIONS = 2.5
 """Five products against two."""
 
@@ -49,18 +52,18 @@ class Machine:
         return max(flops / self.rate / 1e9, size / self.bandwidth / 1e6)
 
 
-def table(op: Op, cases: list[Case], machine: Machine) -> None:
+def table(op: Op, gradients: Gradients, cases: list[Case], machine: Machine) -> None:
     """Prints the table of ``cases``."""
     print(_HEADER)
     for case in cases:
-        _case(op, case, machine)
+        _case(op, gradients, case, machine)
         torch.cuda.empty_cache()
     print()
 
 
-def _case(op: Op, case: Case, machine: Machine) -> None:
+def _case(op: Op, gradients: Gradients, case: Case, machine: Machine) -> None:
     x = make(case)
-    mine = _time(lambda q, k, v: op(case, x, q, k, v), x.q, x.k, x.v, x.grad, graph=True)
+    mine = _time(lambda q, k, v: op(case, x, q, k, v), x.q, x.k, x.v, x.grad, gradients(case, x))
     queries, keys = x.q_offsets.int(), x.kv_offsets.int()
     varlen = _time(
         lambda q, k, v: cast(Tensor, varlen_attn(q, k, v, queries, keys, x.max_queries, x.max_keys)),
@@ -81,22 +84,23 @@ def _case(op: Op, case: Case, machine: Machine) -> None:
 
 
 def _time(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor, graph: bool = False
-) -> list[tuple[float, float]]:
-    """Eager and graph ms, forward and backward; graph 0 where not asked for, and backward, which autograd drives."""
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor,
+    gradients: Callable[[], object] | None = None,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Eager and graph ms, forward and backward; graph 0 without ``gradients``, the backward operator."""
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
 
     def forward() -> Tensor:
         with torch.no_grad():
             return call(q, k, v)
 
-    times = [(milliseconds(forward), milliseconds(forward, graph=True) if graph else 0.0)]
+    times = [(milliseconds(forward), milliseconds(forward, graph=True) if gradients else 0.0)]
     out = call(q, k, v)
 
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
-    times.append((milliseconds(backward), 0.0))
+    times.append((milliseconds(backward), milliseconds(gradients, graph=True) if gradients else 0.0))
     return times
 
 

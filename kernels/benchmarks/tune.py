@@ -31,14 +31,21 @@ TOLERANCE = 6e-3
 
 CASES = [
     Case(name="short 64", batch=1024, width=128, queries=512, keys=64),
-    Case(name="short 64, d 64", batch=1024, width=64, queries=512, keys=64),
+    Case(name="short 64, s=.5", batch=1024, width=128, queries=512, keys=64, lengths="uniform"),
+    Case(name="short 64, d 64, s=.5", batch=1024, width=64, queries=512, keys=64, lengths="uniform"),
     Case(name="short 128", batch=1024, width=128, queries=512, keys=128),
-    Case(name="short 256", batch=1024, width=128, queries=512, keys=256),
+    Case(name="short 256", batch=1152, width=128, queries=512, keys=256),
     Case(name="self 2048", batch=128, width=128, queries=2048),
+    Case(name="self 2048, s=.5", batch=256, width=128, queries=2048, lengths="uniform"),
     Case(name="softmax 2048", batch=128, width=128, queries=2048, act="softmax"),
-    Case(name="softmax 512, d 64", batch=1024, width=64, queries=512, act="softmax"),
+    Case(name="softmax 2048, s=.5", batch=256, width=128, queries=2048, lengths="uniform", act="softmax"),
+    Case(
+        name="softmax 2048, s=.5, window 128",
+        batch=256, width=128, queries=2048, lengths="uniform", act="softmax", window=128,
+    ),
     Case(name="self 512", batch=512, width=128, queries=512),
-]
+    Case(name="softmax 512, d 64", batch=1024, width=64, queries=512, act="softmax"),
+]  # fmt: skip
 
 
 def config(q: int, kv: int, tma: bool, stages: int, warps: int, **extra: Any) -> Config:
@@ -46,46 +53,74 @@ def config(q: int, kv: int, tma: bool, stages: int, warps: int, **extra: Any) ->
     return {"BLOCK_Q": q, "BLOCK_KV": kv, "TMA": tma, "STAGES": stages, "num_warps": warps, **extra}
 
 
+def stream(kv: int, blocks: int, buffers: int, stages: int) -> Config:
+    """A configuration of ``forward_stream``."""
+    return {"BLOCK_KV": kv, "BLOCKS": blocks, "BUFFERS": buffers, "STAGES": stages, "TMA": True, "num_warps": 4}
+
+
 def candidates(case: Case) -> dict[str, list[Config]]:
     """What may win, by kernel. Product sides under 64 are left out: they have gone wrong on Hopper."""
+    return {"forward": _forward_candidates(case), "backward": _backward_candidates(case)}
+
+
+def _forward_candidates(case: Case) -> list[Config]:
     general = [
         config(128, 64, True, 2, 8, maxnreg=128),
         config(128, 64, True, 3, 8),
-        config(128, 64, False, 2, 8, maxnreg=128),
         config(64, 64, True, 3, 4),
     ]
-    block = max(64, case.keys)
-    if 0 < case.keys <= tuning.SHORT_FORWARD:
-        halves = 2 if block > 128 else 1
-        short = {"HALVES": halves, "CHUNK": 1024}
-        forward = [
-            config(64, block // halves, False, 1, 4, **short),
-            config(64, block // halves, True, 2 if block > 64 else 3, 4, **short),
-            config(128, block // halves, False, 1, 8, **short),
-            config(128, block // halves, False, 1, 8, maxnreg=128, **short),
+    if case.window >= 0:
+        return [
+            config(64, 64, False, 2, 4),
+            config(64, 64, False, 1, 4, maxnreg=128),
+            config(128, 64, False, 2, 8, maxnreg=128),
+            *general,
         ]
-        if block == 256:
-            forward += [config(64, 256, False, 3, 4, HALVES=1, CHUNK=1024), *general[:2]]
-    else:
-        forward = general
-    if 0 < case.keys <= tuning.SHORT_BACKWARD:
-        warps = 4 if block == 64 else 8
-        return {"forward": forward, "backward": [config(64, block, False, n, warps) for n in (1, 2, 3)]}
+    if not 0 < case.keys <= tuning.SHORT_FORWARD:
+        return general
+    block = max(64, case.keys)
+    one: Config = {"HALVES": 1, "CHUNK": 1024}
+    two: Config = {"HALVES": 2, "CHUNK": 1024}
+    if block == 256:
+        return [
+            stream(128, 2, 1, 5),
+            stream(128, 2, 1, 4),
+            config(64, 256, False, 3, 4, **one),
+            config(128, 128, True, 1, 8, **two),
+        ]
+    short = [
+        stream(block, 1, 2, 5),
+        stream(block, 1, 2, 4),
+        config(64, block, False, 1, 4, **one),
+        config(64, block, False, 2, 4, **one),
+        config(64, block, True, 1, 4, **one),
+        config(64, block, True, 3, 4, **one),
+        config(128, block, True, 1, 8, maxnreg=128, **one),
+    ]
+    return short
+
+
+def _backward_candidates(case: Case) -> list[Config]:
     kv = [
         config(64, 128, True, 3, 8),
-        config(64, 128, True, 2, 8),
-        config(64, 128, False, 2, 8),
-        config(64, 64, False, 2, 4),
         config(64, 64, True, 2, 4),
+        config(64, 64, False, 2, 4),
     ]
     query = [
         config(128, 64, True, 3, 8),
-        config(128, 64, True, 2, 8),
-        config(128, 64, True, 2, 8, maxnreg=128),
         config(64, 64, True, 2, 4),
+        config(64, 64, False, 2, 4),
     ]
-    first = [{**x, "query": query[0]} for x in kv]
-    return {"forward": forward, "backward": first + [{"query": x} for x in query]}
+    general = [{**x, "query": query[0]} for x in kv] + [{"query": x} for x in query[1:]]
+    if not 0 < case.keys <= tuning.SHORT_BACKWARD:
+        return general
+    if case.keys > 128:
+        passes = [config(64, 128, tma, 2, 8) for tma in (True, False)]
+        return [*general, *passes, config(64, 128, True, 2, 8, TMA_OUT=True)]
+    block = max(64, case.keys)
+    warps = 4 if block == 64 else 8
+    short = [config(64, block, tma, n, warps) for n in (2, 3) for tma in (True, False)]
+    return [*short, *({**x, "TMA_OUT": True} for x in short if x["TMA"])]
 
 
 def to_call(case: Case, inputs: Inputs) -> Call:
@@ -124,12 +159,15 @@ def error(got: tuple[Tensor, ...], want: list[Tensor]) -> float:
 
 def _compile(job: tuple[Case, str, Config]) -> None:
     case, kind, choice = job
-    small = replace(case, batch=2, queries=16 if case.keys else 130)
+    small = replace(case, batch=40 if case.batch <= 1024 else case.batch, queries=16 if case.keys else 130)
     inputs = make(small)
     call = to_call(small, inputs)
-    out, lse = launch.forward(call, choice if kind == "forward" else None)
-    if kind == "backward":
-        launch.backward(call, inputs.grad, out if call.act == "softmax" else None, lse, choice)
+    if kind == "forward":
+        launch.forward(call, choice)
+    else:
+        softmax = case.act == "softmax"
+        lse = inputs.q.new_zeros(inputs.q.shape[:2], dtype=torch.float32) if softmax else None
+        launch.backward(call, inputs.grad, inputs.grad if softmax else None, lse, choice)
     torch.cuda.synchronize()
 
 
@@ -159,6 +197,8 @@ def tune_case(case: Case) -> dict[str, Config]:
     for kind, choices in candidates(case).items():
         for choice in choices:
             if set(choice) == {"query"}:
+                if kind not in best:
+                    continue
                 choice = {**best[kind][1], **choice}
 
             def run(kind: str = kind, choice: Config = choice) -> tuple[Tensor, ...]:
@@ -174,12 +214,13 @@ def tune_case(case: Case) -> dict[str, Config]:
             if not wrong < TOLERANCE:
                 print(f"{case.name} {kind} WRONG by {wrong:.1e}: {choice}")
                 continue
-            ms = milliseconds(run, rep=20)
+            ms = milliseconds(run, graph=True, rep=20)
             print(f"{case.name} {kind} {ms:.3f} ms, error {wrong:.1e}: {choice}")
             if kind not in best or ms < best[kind][0]:
                 best[kind] = (ms, choice)
-    names = {"forward": launch.forward_kernel(call), "backward": launch.backward_kernel(call)}
-    return {call.key(names[kind]): choice for kind, (_, choice) in best.items()}
+    signature = call.signature()
+    names = {"forward": launch.forward_kernel(signature), "backward": launch.backward_kernel(signature)}
+    return {launch.table_key(names[kind], signature): choice for kind, (_, choice) in best.items()}
 
 
 def main() -> None:
@@ -192,8 +233,7 @@ def main() -> None:
     jobs = []
     for case in CASES:
         for kind, choices in candidates(case).items():
-            first = next((c for c in choices if "BLOCK_Q" in c), {})
-            jobs += [(case, kind, {**first, **choice}) for choice in choices]
+            jobs += [(case, kind, {**choices[0], **choice}) for choice in choices]
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         pool.map(_try, jobs, chunksize=1)
     print(f"compiled {len(jobs)} candidates in {time.time() - start:.0f} s")

@@ -1,29 +1,58 @@
 """Launches the attention kernels for ``kernels.gdpa`` and ``kernels.jagged_attention``.
 
 Nothing here waits for the device: grids come from tensor shapes alone (``kernels/common/sequences.py``), so a call can
-be captured in a CUDA graph.
+be captured in a CUDA graph. What a call needs besides its tensors is worked out once per ``Signature``.
 
 Legend: Tq query rows, Tk key rows, B sequences, H heads, G key heads (H is a multiple), d key width, e value width.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from kernels.common import tuning
-from kernels.common.attention_backward import backward_kv, backward_q, output_dot
+from kernels.common.attention_backward import backward_kv, backward_q
 from kernels.common.attention_forward import forward_general, forward_short
+from kernels.common.forward_stream import forward_stream
+from kernels.common.launcher import Variant
 
 WIDEST = 256
 """The largest head width of the kernels."""
 
 Config = dict[str, Any]
+
+
+class Signature(NamedTuple):
+    """What of a call decides how it is launched, but for its numbers of rows."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    strides: tuple[int, ...]
+    """Of rows and heads: of q, k and v."""
+    aligned: bool
+    """Whether the addresses of q, k and v are multiples of 16 bytes."""
+    act: str
+    scaled: bool
+    causal: bool
+    window: bool
+    broadcast: bool
+    dense: bool
+    rounds: int
+    bounded: bool
+    """Whether ``keys`` bounds the keys of every sequence."""
+    queries: int
+    keys: int
+    """Mean numbers of rows that meet, as powers of two (``tuning.bucket``)."""
 
 
 @dataclass(slots=True)
@@ -49,56 +78,51 @@ class Call:
     causal: bool
     window: int
     max_kv: int
+    batch: int = field(init=False)
+    """B."""
+    strides: tuple[int, ...] = field(init=False)
+    """Of rows and heads: of q, k and v."""
 
     def __post_init__(self) -> None:
         if self.kv_offsets is None:
             self.max_kv = self.k.shape[1]
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
-        self.q, self.k, self.v = (x if x.stride(2) == 1 else x.contiguous() for x in (self.q, self.k, self.v))
-
-    @property
-    def batch(self) -> int:
-        """B."""
+        self.q, q_steps = _rows(self.q)
+        self.k, k_steps = _rows(self.k)
+        self.v, v_steps = _rows(self.v)
+        self.strides = (*q_steps, *k_steps, *v_steps)
         if self.kv_offsets is not None:
-            return self.kv_offsets.shape[0] - 1
-        if self.q_offsets is not None:
-            return self.q_offsets.shape[0] - 1
-        return self.k.shape[0] // max(self.max_kv, 1)
+            self.batch = self.kv_offsets.shape[0] - 1
+        elif self.q_offsets is not None:
+            self.batch = self.q_offsets.shape[0] - 1
+        else:
+            self.batch = self.k.shape[0] // max(self.max_kv, 1)
 
     @property
     def out_rows(self) -> int:
         """Rows of the output and of the gradient of each copy of q."""
         return self.q.shape[0] * (self.batch if self.q_offsets is None else 1)
 
-    def lengths(self) -> tuple[int, int]:
-        """Queries and keys per sequence where all have the same number, as the kernels take them."""
-        return self.q.shape[0], max(self.max_kv, 0)
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers that the kernels take."""
+        return self.batch, self.q.shape[0], max(self.max_kv, 0), self.window, self.logit, self.factor
 
-    def scalars(self) -> tuple[float, float, int]:
-        """What the kernels take as numbers."""
-        return self.logit, self.factor, self.window
-
-    def constants(self) -> dict[str, Any]:
-        """What all attention kernels are compiled for."""
-        d = self.q.shape[2]
-        exact = self.q.dtype == torch.float32
-        return {
-            "GROUP": self.q.shape[1] // self.k.shape[1],
-            "D": d,
-            "BLOCK_D": block_width(d, exact),
-            "ACT": self.act,
-            "WINDOW": self.window >= 0,
-            "BROADCAST": self.q_offsets is None,
-            "DENSE": self.kv_offsets is None,
-            "ROUNDS": max(1, math.ceil(math.log(max(self.batch, 1), 32) - 1e-9)),
-            "FAST": not exact,
-            "PRECISION": "ieee" if exact else "tf32",
-        }
-
-    def value_constants(self) -> dict[str, Any]:
-        """What kernels with values of another width than the keys are compiled for besides."""
-        e = self.v.shape[2]
-        return {"E": e, "BLOCK_E": block_width(e, self.q.dtype == torch.float32), "CAUSAL": self.causal}
+    def signature(self) -> Signature:
+        """Of these tensors."""
+        q, k, v, batch = self.q, self.k, self.v, self.batch
+        sequences = max(batch, 1)
+        keys = self.max_kv if self.max_kv >= 0 else k.shape[0] // sequences
+        bounded = self.max_kv >= 0
+        if self.window >= 0:
+            span = 2 * self.window + 1
+            keys, bounded = min(span, keys), bounded and self.max_kv <= span
+        return Signature(
+            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], self.strides,
+            not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+            self.act, self.logit != 1.0, self.causal, self.window >= 0, self.q_offsets is None,
+            self.kv_offsets is None, max(1, ((batch - 1).bit_length() + 4) // 5), bounded,
+            tuning.bucket(self.out_rows // sequences), tuning.bucket(keys),
+        )  # fmt: skip
 
     def q_tiles(self, block: int) -> int:
         """Blocks of query rows: enough for all sequences."""
@@ -112,21 +136,19 @@ class Call:
             return self.batch * triton.cdiv(self.max_kv, block)
         return self.k.shape[0] // block + self.batch
 
-    def config(self, kernel: str) -> Config:
-        """The tuned configuration of a kernel for these tensors."""
-        return tuning.choose(kernel, *self._place())
 
-    def key(self, kernel: str) -> str:
-        """The row of ``tuned.json`` that these tensors ask for."""
-        device, dtype, width, queries, keys = self._place()
-        name = str(dtype).removeprefix("torch.")
-        return tuning.key(kernel, device, name, width, tuning.bucket(queries), tuning.bucket(keys))
+def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """The tensor, copied if its heads do not lie within its rows, and its strides of rows and heads.
 
-    def _place(self) -> tuple[str, torch.dtype, int, int, int]:
-        batch = max(self.batch, 1)
-        keys = self.max_kv if self.max_kv >= 0 else self.k.shape[0] // batch
-        width = max(self.q.shape[2], self.v.shape[2])
-        return tuning.device_name(self.q.device), self.q.dtype, width, self.out_rows // batch, keys
+    Kernels are compiled for the strides, which so must not depend on the number of rows.
+    """
+    row, head, element = x.stride()
+    if element == 1 and (head <= row or row == 0):
+        return x, (row, head)
+    if element == 1 and x.shape[1] == 1:
+        return x, (row, 0)
+    x = x.contiguous()
+    return x, (x.stride(0), x.stride(1))
 
 
 def block_width(width: int, exact: bool) -> int:
@@ -146,99 +168,157 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     lse = q.new_empty((call.out_rows, heads), dtype=torch.float32) if call.act == "softmax" else None
     if out.numel() == 0:
         return out, lse
-    if config is None:
-        config = call.config(forward_kernel(call))
-    options, short, meta = _options(config, (q, k, v, out))
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-    where = (call.q_offsets, call.kv_offsets, call.batch, heads, *call.lengths(), *call.scalars())
-    if short:
-        grid = (call.q_tiles(meta["CHUNK"]) * heads,)
-        forward_short[grid](q, k, v, out, *where, *strides, **call.constants(), **meta, **options)
+    if k.shape[0] == 0:
+        return out.zero_(), lse if lse is None else lse.zero_()
+    signature = call.signature()
+    plan = _forward_plan(signature) if config is None else _build_forward(signature, config)
+    where = (call.q_offsets, call.kv_offsets)
+    if "BUFFERS" in plan.constants:
+        rows, keys, numbers = q.shape[0], k.shape[0], call.numbers()
+        plan.start(_stream_programs(q.device, heads), (q, k, v, out, *where), (call.batch, rows, keys, *numbers[2:]))
+    elif "CHUNK" in plan.constants:
+        programs = call.q_tiles(plan.constants["CHUNK"]) * heads
+        plan.start(programs, (q, k, v, out, *where), call.numbers())
     else:
-        grid = (call.q_tiles(meta["BLOCK_Q"]) * heads,)
-        constants = {**call.constants(), **call.value_constants()}
-        forward_general[grid](q, k, v, out, lse, *where, *strides, **constants, **meta, **options)
+        programs = call.q_tiles(plan.constants["BLOCK_Q"]) * heads
+        plan.start(programs, (q, k, v, out, lse, *where), call.numbers())
     return out, lse
 
 
 def backward(
     call: Call, grad: Tensor, out: Tensor | None, lse: Tensor | None, config: Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each of the shape and dtype of what it belongs to, packed."""
+    """Gradients of q, k and v, each of the shape and dtype of what it belongs to, packed.
+
+    grad ``[Tq, H, e]``; out and lse of the forward pass for softmax. All contiguous.
+    """
     q, k, v, heads, kv_heads = call.q, call.k, call.v, call.q.shape[1], call.k.shape[1]
-    dk, dv = torch.empty_like(k, memory_format=torch.contiguous_format), v.new_empty(v.shape)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if call.batch == 0 or heads == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
-    if config is None:
-        config = call.config(backward_kernel(call))
-    whole, shared = "query" not in config, call.q_offsets is None
-    dq = q.new_empty((call.out_rows, heads, q.shape[2]), dtype=torch.float32 if shared else q.dtype)
-    delta = _delta(grad, out) if out is not None else None
-    inputs = (q, k, v, grad, dq)
-    strides = tuple(step for x in inputs for step in x.stride()[:2])
-    tail = (*dk.stride()[:2], *dv.stride()[:2])
-    where = (*call.lengths(), *call.scalars())
-    constants = {**call.constants(), **call.value_constants()}
-    options, _, meta = _options({key: x for key, x in config.items() if key != "query"}, inputs)
-    tiles = call.batch if whole else call.kv_tiles(meta["BLOCK_KV"])
+    signature = call.signature()
+    of_keys, of_queries = _backward_plans(signature) if config is None else _build_backward(signature, config)
+    shared, rows = call.q_offsets is None, (call.out_rows, heads, q.shape[2])
+    dq = q.new_empty(rows, dtype=torch.float32 if shared else q.dtype)
+    delta = None if lse is None else lse.new_empty(lse.shape)
+    where = (call.q_offsets, call.kv_offsets)
+    passes = of_keys.constants["PASSES"]
+    if of_queries is not None and call.out_rows:
+        programs = call.q_tiles(of_queries.constants["BLOCK_Q"]) * heads
+        of_queries.start(programs, (q, k, v, grad, out, dq, lse, delta, *where), call.numbers())
+    tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
     if tiles:
-        backward_kv[(tiles * kv_heads,)](
-            q, k, v, grad, dq, dk, dv, lse, delta, call.q_offsets, call.kv_offsets, call.batch, kv_heads,
-            *where, *strides, *tail, **constants, WHOLE=whole, **meta, **options,
-        )  # fmt: skip
-    if not whole and call.out_rows:
-        options, _, meta = _options(config["query"], inputs)
-        backward_q[(call.q_tiles(meta["BLOCK_Q"]) * heads,)](
-            q, k, v, grad, dq, lse, delta, call.q_offsets, call.kv_offsets, call.batch, heads,
-            *where, *strides, **constants, **meta, **options,
-        )  # fmt: skip
+        between = q.new_empty(rows, dtype=torch.float32) if passes > 1 else None
+        tensors = (q, k, v, grad, dq, between, dk, dv, lse, delta, *where)
+        of_keys.start(tiles * kv_heads, tensors, call.numbers())
     if shared:
-        dq = dq.view(call.batch, *q.shape).sum(0)
-    return dq.to(q.dtype), dk, dv
+        dq = dq.view(call.batch, *q.shape).sum(0).to(q.dtype)
+    return dq, dk, dv
 
 
-def forward_kernel(call: Call) -> str:
-    """The row of configurations that a forward pass looks in."""
-    short = call.act != "softmax" and 0 <= call.max_kv <= tuning.SHORT_FORWARD and call.q.shape[2] <= 128
-    return "forward_short" if short else "forward_softmax" if call.act == "softmax" else "forward_general"
+def forward_kernel(signature: Signature) -> str:
+    """The family of configurations that a forward pass looks in."""
+    short = signature.bounded and signature.keys <= tuning.SHORT_FORWARD and signature.width <= 128
+    if signature.act != "softmax" and short:
+        return "forward_short"
+    return ("forward_softmax" if signature.act == "softmax" else "forward_general") + "_window" * signature.window
 
 
-def backward_kernel(call: Call) -> str:
-    """The row of configurations that a backward pass looks in."""
-    if 0 <= call.max_kv <= tuning.SHORT_BACKWARD and call.q.shape[2] <= 128 and call.v.shape[2] <= 128:
+def backward_kernel(signature: Signature) -> str:
+    """The family of configurations that a backward pass looks in."""
+    short = signature.bounded and signature.keys <= tuning.SHORT_BACKWARD and signature.width <= 128
+    if signature.act != "softmax" and short:
         return "backward_short"
-    return "backward_softmax" if call.act == "softmax" else "backward_general"
+    return ("backward_softmax" if signature.act == "softmax" else "backward_general") + "_window" * signature.window
 
 
-def _options(config: Config, tensors: tuple[Tensor, ...]) -> tuple[dict[str, int], bool, dict[str, Any]]:
-    """Launch options, whether the configuration is one of ``forward_short``, and its constants."""
-    meta = dict(config)
-    options: dict[str, int] = {name: meta.pop(name) for name in ("num_warps", "maxnreg") if name in meta}
-    if meta["TMA"]:
-        meta["TMA"] = all(map(_descriptor_fits, tensors))
-        if meta["TMA"]:
-            triton.set_allocator(_scratch)
-    return options, "CHUNK" in meta, meta
+def table_key(kernel: str, signature: Signature) -> str:
+    """The row of ``tuned.json`` that a call asks for."""
+    name = str(signature.dtype).removeprefix("torch.")
+    width = max(signature.width, signature.value_width)
+    device = tuning.device_name(signature.device)
+    return tuning.key(kernel, device, name, width, signature.queries, signature.keys)
 
 
-def _descriptor_fits(x: Tensor) -> bool:
-    """TMA reads rows whose addresses are multiples of 16 bytes."""
-    size = x.element_size()
-    return not (x.data_ptr() % 16 or (x.stride(0) * size) % 16 or (x.stride(1) * size) % 16)
+def _config(kernel: str, signature: Signature) -> Config:
+    width = max(signature.width, signature.value_width)
+    device = tuning.device_name(signature.device)
+    return tuning.choose(kernel, device, signature.dtype, width, signature.queries, signature.keys)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Device memory for descriptors, from PyTorch's allocator, which aligns to 512 bytes."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+@cache
+def _forward_plan(signature: Signature) -> Variant:
+    kernel = forward_kernel(signature)
+    config = _config(kernel, signature)
+    if "BUFFERS" in config and not _streams(signature):
+        config = tuning.default(kernel, str(signature.dtype).removeprefix("torch."), signature.width, signature.keys)
+    return _build_forward(signature, config)
 
 
-def _delta(grad: Tensor, out: Tensor) -> Tensor:
-    rows, heads, width = out.shape
-    delta = out.new_empty((rows, heads), dtype=torch.float32)
-    if rows:
-        block_e = triton.next_power_of_2(width)
-        block = max(1, 4096 // block_e)
-        output_dot[(triton.cdiv(rows * heads, block),)](
-            grad, out, delta, heads, *grad.stride()[:2], *out.stride()[:2], rows * heads, width, block_e, block
-        )
-    return delta
+def _streams(signature: Signature) -> bool:
+    """Whether ``forward_stream`` takes these tensors."""
+    wide = signature.width == signature.value_width and signature.width in (64, 128)
+    plain = not signature.broadcast and not signature.window and signature.dtype != torch.float32
+    return wide and plain and _descriptors_fit(signature)
+
+
+@cache
+def _stream_programs(device: torch.device, heads: int) -> int:
+    """A program per multiprocessor, the same number for every head."""
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // heads) * heads
+
+
+@cache
+def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
+    return _build_backward(signature, _config(backward_kernel(signature), signature))
+
+
+def _build_forward(signature: Signature, config: Config) -> Variant:
+    if "BUFFERS" in config:
+        return _variant(forward_stream, signature, config)
+    return _variant(forward_short if "CHUNK" in config else forward_general, signature, config)
+
+
+def _build_backward(signature: Signature, config: Config) -> tuple[Variant, Variant | None]:
+    """Of the kernel for keys, and of that for queries unless the first makes all gradients."""
+    config = dict(config)
+    query = config.pop("query", None)
+    passes = 0 if query else triton.cdiv(signature.keys, config["BLOCK_KV"])
+    assert query or signature.act != "softmax"
+    of_keys = _variant(backward_kv, signature, {**config, "PASSES": passes})
+    return of_keys, _variant(backward_q, signature, query) if query else None
+
+
+def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
+    exact = signature.dtype == torch.float32
+    constants = {
+        "HEADS": signature.heads,
+        "KV_HEADS": signature.kv_heads,
+        **dict(zip(("STQ", "SHQ", "STK", "SHK", "STV", "SHV"), signature.strides, strict=True)),
+        "GROUP": signature.heads // signature.kv_heads,
+        "D": signature.width,
+        "E": signature.value_width,
+        "BLOCK_D": block_width(signature.width, exact),
+        "BLOCK_E": block_width(signature.value_width, exact),
+        "ACT": signature.act,
+        "CAUSAL": signature.causal,
+        "WINDOW": signature.window,
+        "BROADCAST": signature.broadcast,
+        "DENSE": signature.dense,
+        "ROUNDS": signature.rounds,
+        "SCALED": signature.scaled,
+        "FAST": not exact,
+        "PRECISION": "ieee" if exact else "tf32",
+        **config,
+    }
+    options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+    constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
+    constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)
+    return Variant(kernel, constants, options)
+
+
+def _descriptors_fit(signature: Signature) -> bool:
+    """TMA reads and writes rows whose addresses are multiples of 16 bytes."""
+    size = signature.dtype.itemsize
+    steps = (*signature.strides, signature.width, signature.value_width)
+    return signature.aligned and all(signature.strides[::2]) and not any(x * size % 16 for x in steps)

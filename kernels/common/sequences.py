@@ -18,7 +18,7 @@ def find_sequence(Offsets, B, tile, BLOCK: tl.constexpr, OWN: tl.constexpr, ROUN
     lane = tl.arange(0, 32)
     low = tile * 0
     span = B
-    for _ in range(ROUNDS):
+    for _ in tl.static_range(ROUNDS):
         step = (span + 31) // 32
         index = low + lane * step
         inside = index < low + span

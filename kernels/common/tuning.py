@@ -17,8 +17,8 @@ import torch
 SHORT_FORWARD = 256
 """Most keys per sequence of the forward kernel that keeps all of them."""
 
-SHORT_BACKWARD = 128
-"""Most keys per sequence of the backward kernel that keeps all of them and their gradients."""
+SHORT_BACKWARD = 256
+"""Most keys per sequence of the backward kernel that goes over all of them in one program."""
 
 _TUNED = Path(__file__).with_name("tuned.json")
 
@@ -27,17 +27,20 @@ def choose(kernel: str, device: str, dtype: torch.dtype, width: int, q_length: i
     """The configuration of one launch.
 
     Args:
-        kernel: ``forward_short``, ``forward_general``, ``forward_softmax``, ``backward_short``, ``backward_general``
-            or ``backward_softmax``.
+        kernel: ``forward_`` or ``backward_`` and ``short``, ``general``, ``softmax``, ``general_window`` or
+            ``softmax_window``.
         device: ``device_name`` of the tensors' device.
-        width: head width. q_length, kv_length: mean or largest number of rows of a sequence.
+        width: head width. q_length: mean number of queries. kv_length: mean or largest number of keys that a query
+            sees.
     """
     return _choose(kernel, device, str(dtype).removeprefix("torch."), width, bucket(q_length), bucket(kv_length))
 
 
 def bucket(length: int) -> int:
     """The power of two, from 64 to 16,384, that holds ``length``."""
-    return min(max(64, 1 << max(length - 1, 0).bit_length()), 16384)
+    if length <= 64:
+        return 64
+    return min(1 << (length - 1).bit_length(), 16384)
 
 
 def key(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> str:
@@ -94,7 +97,7 @@ def default(kernel: str, dtype: str, width: int, kv_bucket: int) -> dict[str, An
         halves = 2 if kv_bucket > (64 if exact else 128) else 1
         return {**plain, "BLOCK_KV": max(kv_bucket // halves, 64), "HALVES": halves, "CHUNK": 1024, "STAGES": 1}
     if kernel == "backward_short":
-        return {**plain, "BLOCK_KV": kv_bucket, "num_warps": 8 if kv_bucket > 64 else 4}
+        return {**plain, "BLOCK_KV": min(kv_bucket, 128), "num_warps": 8 if kv_bucket > 64 else 4}
     if kernel.startswith("forward"):
         return plain
     return {**plain, "query": plain}

@@ -6,24 +6,47 @@ queries, H heads, G key heads, d head width.
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from kernels.common.eager import direct
 from kernels.gdpa import reference
 from kernels.jagged.requests import request_offsets
 
 
 def _backend(q: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if q.is_cuda:
-        from kernels.gdpa import triton  # not installed with PyTorch for CPU
-
-        if triton.supports(q, q):
-            return triton
+    if q.is_cuda and _kernels().supports(q, q):
+        return _kernels()
     return reference
+
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.gdpa import triton  # not installed with PyTorch for CPU
+
+    return triton
+
+
+def _forward(q: Tensor, *rest: Any) -> Tensor:
+    backend = _backend(q)
+    if backend is not reference:
+        return backend.forward(q, *rest)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.forward(q, *rest)
+
+
+def _backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    backend = _backend(q)
+    if backend is not reference:
+        return backend.backward(grad, q, *rest)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.backward(grad, q, *rest)
 
 
 def gdpa(
@@ -80,10 +103,17 @@ def gdpa(
         if q_offsets is None or window is not None:
             raise ValueError("request_index needs q_offsets and goes with no window")
         q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     limit = -1 if window is None else window
     bound = -1 if max_keys is None or kv_offsets is None else max_keys
-    out = _gdpa(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
+    inputs = (q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
+    if not direct(q, k, v):
+        out = _gdpa(*inputs)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = _Eager.apply(*inputs)
+    else:
+        out = _forward(*inputs)
     return out if q_offsets is not None else out.view(_sequences(k, kv_offsets), *q.shape)
 
 
@@ -104,8 +134,7 @@ def _gdpa(
     window: int,
     max_keys: int,
 ) -> Tensor:
-    with torch.autocast(q.device.type, enabled=False):
-        return _backend(q).forward(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys)
+    return _forward(q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys)
 
 
 @_gdpa.register_fake
@@ -138,10 +167,7 @@ def _gdpa_backward(
     window: int,
     max_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        return _backend(q).backward(
-            grad, q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys
-        )
+    return _backward(grad, q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, window, max_keys)
 
 
 @_gdpa_backward.register_fake
@@ -161,7 +187,22 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+class _Eager(torch.autograd.Function):
+    """The operator without the dispatcher, whose Python layers take longer than short kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:  # type: ignore[override]
+        _setup_context(ctx, inputs, None)
+        return _forward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        return (*gradients, None, None, None, None, None, None, None)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.options = inputs[5:]
 

@@ -6,12 +6,15 @@ e value width.
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from kernels.common.eager import direct
 from kernels.jagged.padding import compute_dtype
 from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
@@ -19,12 +22,32 @@ from kernels.jagged_attention import reference
 
 def _backend(q: Tensor, v: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if q.is_cuda:
-        from kernels.jagged_attention import triton  # not installed with PyTorch for CPU
-
-        if triton.supports(q, v):
-            return triton
+    if q.is_cuda and _kernels().supports(q, v):
+        return _kernels()
     return reference
+
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.jagged_attention import triton  # not installed with PyTorch for CPU
+
+    return triton
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    backend = _backend(q, v)
+    if backend is not reference:
+        return backend.forward(q, k, v, *rest)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.forward(q, k, v, *rest)
+
+
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    backend = _backend(q, v)
+    if backend is not reference:
+        return backend.backward(grad, q, k, v, *rest)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.backward(grad, q, k, v, *rest)
 
 
 def jagged_attention(
@@ -60,7 +83,7 @@ def jagged_attention(
         ``[Tq, H, e]``, or ``[B, Q, H, e]`` without ``q_offsets``, in the dtype of q.
 
     Raises:
-        ValueError: arguments that do not go together, or a negative window.
+        ValueError: arguments that do not go together, or a negative window, or a scale that is not positive.
     """
     if window is not None and window < 0:
         raise ValueError(f"window must not be negative, got {window}")
@@ -72,10 +95,19 @@ def jagged_attention(
         if q_offsets is None or causal or window is not None:
             raise ValueError("request_index needs q_offsets and goes with neither causal nor window")
         q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     factor = q.shape[2] ** -0.5 if scale is None else scale
+    if not factor > 0:
+        raise ValueError(f"scale must be positive, got {factor}: to turn the order of the keys round, negate q")
     limit = -1 if window is None else window
-    out, _ = _jagged_attention(q, k, v, q_offsets, kv_offsets, factor, causal, limit)
+    inputs = (q, k, v, q_offsets, kv_offsets, factor, causal, limit)
+    if not direct(q, k, v):
+        out, _ = _jagged_attention(*inputs)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out = _Eager.apply(*inputs)
+    else:
+        out, _ = _forward(*inputs)
     if q_offsets is None:
         return out.view(kv_offsets.shape[0] - 1, q.shape[0], q.shape[1], v.shape[2])
     return out
@@ -92,8 +124,7 @@ def _jagged_attention(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        return _backend(q, v).forward(q, k, v, q_offsets, kv_offsets, scale, causal, window)
+    return _forward(q, k, v, q_offsets, kv_offsets, scale, causal, window)
 
 
 @_jagged_attention.register_fake
@@ -126,8 +157,7 @@ def _jagged_attention_backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        return _backend(q, v).backward(grad, q, k, v, out, lse, q_offsets, kv_offsets, scale, causal, window)
+    return _backward(grad, q, k, v, out, lse, q_offsets, kv_offsets, scale, causal, window)
 
 
 @_jagged_attention_backward.register_fake
@@ -145,6 +175,22 @@ def _(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without the dispatcher, whose Python layers take longer than short kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:  # type: ignore[override]
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        return (*gradients, None, None, None, None, None)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-_POINTERS = {"LSE": "*fp32", "DELTA": "*fp32", "QO": "*i64", "KO": "*i64"}
+_POINTERS = {"LSE": "*fp32", "DELTA": "*fp32", "SUM": "*fp32", "QO": "*i64", "KO": "*i64"}
 _TENSORS = ("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV")
 _FLOATS = ("s_in", "s_out")
 
@@ -29,10 +30,11 @@ def compile_for(kernel: Any, constants: dict[str, Any], options: dict[str, int],
             signature[name] = f"*{dtype}"
         else:
             signature[name] = _POINTERS.get(name, "fp32" if name in _FLOATS else "i32")
-        if signature[name] != "fp32" and name not in ("B", "HEADS", "KV_HEADS", "window", "q_length", "kv_length"):
+        if signature[name] != "fp32" and name not in ("B", "window", "q_length", "kv_length", "total", "keys"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -11,39 +11,46 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter is on", allow_module_level=True)
 
-from kernels.common import attention_backward, attention_forward, tuning  # noqa: E402
+from kernels.common import attention_backward, attention_forward, forward_stream, tuning  # noqa: E402
 from tests.kernels.compiled import compile_for, resources  # noqa: E402
 
 SHARED_MEMORY = 232448
 
 
-def constants(act: str, width: int, short: bool, **options: Any) -> dict[str, Any]:
+def constants(kernel: str, act: str, width: int, config: dict[str, Any]) -> dict[str, Any]:
     block = max(64, triton.next_power_of_2(width))
     common = {
+        "HEADS": 4,
+        "KV_HEADS": 4,
+        **dict.fromkeys(("STQ", "STK", "STV"), 4 * width),
+        **dict.fromkeys(("SHQ", "SHK", "SHV"), width),
         "GROUP": 1,
         "D": width,
+        "E": width,
         "BLOCK_D": block,
+        "BLOCK_E": block,
         "ACT": act,
+        "CAUSAL": False,
         "WINDOW": False,
         "BROADCAST": False,
         "DENSE": False,
         "ROUNDS": 2,
+        "SCALED": True,
+        "TMA_OUT": False,
         "FAST": True,
         "PRECISION": "tf32",
     }
-    general = {} if short else {"E": width, "BLOCK_E": block, "CAUSAL": False}
-    absent = {} if act == "softmax" else {"LSE": None, "DELTA": None}
-    return {**common, **general, **absent, **options}
+    absent = [] if act == "softmax" else ["LSE", "DELTA", *(["OUT"] if kernel == "backward_q" else [])]
+    absent += ["SUM"] if config.get("PASSES", 0) < 2 else []
+    return {**common, **dict.fromkeys(absent), **config}
 
 
 def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) -> Any:
-    module = attention_forward if name.startswith("forward") else attention_backward
-    kernel = getattr(module, name)
+    modules = {"forward_stream": forward_stream, "backward_kv": attention_backward, "backward_q": attention_backward}
+    kernel = getattr(modules.get(name, attention_forward), name)
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "maxnreg") if name in config}
-    wanted = {
-        k: v for k, v in constants(act, width, name == "forward_short", **config).items() if k in kernel.arg_names
-    }
+    wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
     return compile_for(kernel, wanted, options, arch)
 
 
@@ -51,6 +58,7 @@ CASES = [
     ("forward_short", "forward_short", "gelu", 128, 64),
     ("forward_general", "forward_softmax", "softmax", 128, 2048),
     ("backward_kv", "backward_short", "silu", 64, 64),
+    ("backward_kv", "backward_short", "gelu_tanh", 128, 256),
     ("backward_kv", "backward_general", "gelu_tanh", 128, 2048),
     ("backward_q", "backward_softmax", "softmax", 64, 2048),
 ]
@@ -63,7 +71,7 @@ def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int
     if kernel == "backward_q":
         config = config["query"]
     if kernel == "backward_kv":
-        config = {**config, "WHOLE": "query" not in config}
+        config = {**config, "PASSES": 0 if "query" in config else triton.cdiv(keys, config["BLOCK_KV"])}
         config.pop("query", None)
     compiled = build(kernel, config, act, width, arch)
     assert compiled.metadata.shared <= SHARED_MEMORY
@@ -72,12 +80,21 @@ def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int
         assert resources(compiled)["stack"] < 512, "a few registers may spill, not the accumulators"
 
 
+@pytest.mark.parametrize(("width", "blocks"), [(64, 1), (128, 1), (128, 2)])
+def test_streaming_kernel_compiles_for_hopper(width: int, blocks: int) -> None:
+    config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 5, "TMA": True, "num_warps": 4}
+    compiled = build("forward_stream", config, "gelu_tanh", width, 90)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "setmaxnreg" in compiled.asm["ptx"]
+    assert resources(compiled)["stack"] < 256
+
+
 def test_defaults_fit_the_widest_heads() -> None:
     for kernel, family, act in (
         ("forward_general", "forward_softmax", "softmax"),
         ("backward_kv", "backward_general", "gelu"),
     ):
         config = tuning.default(family, "bfloat16", 256, 2048)
-        config = {**config, "WHOLE": False} if config.pop("query", None) else config
+        config = {**config, "PASSES": 0} if config.pop("query", None) else config
         compiled = build(kernel, config, act, 256, 90)
         assert compiled.metadata.shared <= SHARED_MEMORY

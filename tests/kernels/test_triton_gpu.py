@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.common import launch
+from kernels.common.launch import Call
 from kernels.gdpa import gdpa
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import jagged_attention
@@ -65,6 +67,34 @@ def test_gdpa_with_few_keys(activation: str, keys: int) -> None:
     compare(lambda q, k, v: gdpa(q, k, v, offsets, activation=activation, logit_scale=0.3), [q, k, v], torch.bfloat16)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_streamed_queries(width: int, blocks: int) -> None:
+    """The kernel scheduled by hand: ragged tiles, sequences without queries or keys, and NaN in a neighbour."""
+    (q, _, _), offsets = packed([*LENGTHS, *[70] * 300], 2, width, torch.bfloat16, 0)
+    lengths = torch.randint(0, 128 * blocks + 1, (offsets.numel() - 1,))
+    lengths[:3] = torch.tensor([0, 1, 128 * blocks])
+    kv_offsets = offsets_from_lengths(lengths).cuda()
+    k, v = (torch.randn(int(kv_offsets[-1]), 2, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 4, "TMA": True, "num_warps": 4}
+    results = []
+    for dirty in (False, True):
+        if dirty:
+            for x, where in ((q, offsets), (k, kv_offsets), (v, kv_offsets)):
+                x[where[2] : where[3]] = torch.nan
+        call = Call(q, k, v, offsets, kv_offsets, "silu", 0.7, 0.5, False, -1, 128 * blocks)
+        results.append(launch.forward(call, config)[0])
+    torch.cuda.synchronize()
+    clean, other = results
+    assert torch.equal(clean[: offsets[2]], other[: offsets[2]])
+    assert torch.equal(clean[offsets[3] :], other[offsets[3] :])
+    (q, _, _), _ = packed([*LENGTHS, *[70] * 300], 2, width, torch.bfloat16, 0)
+    k[kv_offsets[2] : kv_offsets[3]] = v[kv_offsets[2] : kv_offsets[3]] = 0
+    want = gdpa(q.double(), k.double(), v.double(), offsets, kv_offsets, activation="silu", logit_scale=0.7, scale=0.5)
+    clean[offsets[2] : offsets[3]] = want[offsets[2] : offsets[3]] = 0
+    same(clean, want, torch.bfloat16)
+
+
 def test_gdpa_window_and_learned_queries() -> None:
     inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, window=50), inputs, torch.bfloat16)
@@ -102,6 +132,12 @@ def test_two_runs_give_the_same_bits_without_waiting_for_the_device() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_heads_that_are_not_within_rows() -> None:
+    inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
+    apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
+    compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets), apart, torch.bfloat16)
 
 
 def test_graph_capture_and_compile() -> None:
