@@ -14,6 +14,7 @@ Names and layouts as in ``attention_forward``; head widths 64 and 128, ``BLOCKS`
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -120,7 +121,7 @@ def _compute(
                     at = c * BLOCK_KV + gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(1, ZEROS))
                     v_blocks.index(slot).store(gl.where((at < kv)[:, None], v, 0.0).to(dtype))
                     fence_async_shared()
-                    gl.thread_barrier()
+                    tl.debug_barrier()
             while row < last:
                 if tile % 2 == MINE:
                     stage = tile % STAGES
@@ -149,7 +150,7 @@ def _compute(
                     if row + ROWS <= last:
                         q.store(out)  # the queries are used up: their place takes the results
                         fence_async_shared()
-                        gl.thread_barrier()
+                        tl.debug_barrier()
                         tma.async_copy_shared_to_global(o_rows, [row, 0], q)
                         tma.store_wait(1)
                         if held >= 0:
@@ -164,12 +165,12 @@ def _compute(
                         column = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
                         where = o_base + r[:, None].to(gl.int64) * sto + column[None, :]
                         gl.store(where, out, mask=(r < last)[:, None])
-                        gl.thread_barrier()
+                        tl.debug_barrier()
                         mbarrier.arrive(q_free.index(stage))
                 tile += 1
                 row += ROWS
             row = last
-            gl.thread_barrier()  # all warps of the group
+            tl.debug_barrier()  # all warps of the group
             mbarrier.arrive(kv_free.index(buffer))
             item += 1
         b += 1

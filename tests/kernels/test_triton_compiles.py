@@ -80,9 +80,9 @@ def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int
         assert resources(compiled)["stack"] < 512, "a few registers may spill, not the accumulators"
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(64, 1), (128, 1), (128, 2)])
-def test_streaming_kernel_compiles_for_hopper(width: int, blocks: int) -> None:
-    config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 5, "TMA": True, "num_warps": 4}
+@pytest.mark.parametrize("width", [64, 128])
+def test_streaming_kernel_compiles_for_hopper(width: int) -> None:
+    config = {"BLOCK_KV": 128, "BLOCKS": 1, "BUFFERS": 2, "STAGES": 5, "TMA": True, "num_warps": 4}
     compiled = build("forward_stream", config, "gelu_tanh", width, 90)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
