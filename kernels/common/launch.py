@@ -174,8 +174,9 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     plan = _forward_plan(signature) if config is None else _build_forward(signature, config)
     where = (call.q_offsets, call.kv_offsets)
     if "BUFFERS" in plan.constants:
-        rows, keys, numbers = q.shape[0], k.shape[0], call.numbers()
-        plan.start(_stream_programs(q.device, heads), (q, k, v, out, *where), (call.batch, rows, keys, *numbers[2:]))
+        rows, keys = q.shape[0], k.shape[0]
+        numbers = (call.batch, rows, keys, *call.numbers()[2:], heads, *call.strides)
+        plan.start(_stream_programs(q.device, heads), (q, k, v, out, *where), numbers)
     elif "CHUNK" in plan.constants:
         programs = call.q_tiles(plan.constants["CHUNK"]) * heads
         plan.start(programs, (q, k, v, out, *where), call.numbers())
@@ -312,6 +313,8 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
         **config,
     }
     options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+    if kernel is forward_stream:
+        del constants["HEADS"]  # a number there
     constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
     constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)
     return Variant(kernel, constants, options)

@@ -30,7 +30,7 @@ def compile_for(kernel: Any, constants: dict[str, Any], options: dict[str, int],
             signature[name] = f"*{dtype}"
         else:
             signature[name] = _POINTERS.get(name, "fp32" if name in _FLOATS else "i32")
-        if signature[name] != "fp32" and name not in ("B", "window", "q_length", "kv_length", "total", "keys"):
+        if signature[name] != "fp32" and name not in ("B", "HEADS", "window", "q_length", "kv_length", "total", "keys"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     form = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -44,7 +44,7 @@ def losses(precision: torch.dtype) -> list[float]:
 def test_kernels_train_as_the_references_do(
     precision: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tolerances, of the loss: attention outputs off by 1e-6 move it by 3e-6 in float32; off by a bf16 rounding, by 3%."""
+    """Tolerances, of the loss: attention off by 1e-6 moves it by 3e-6 in float32; off by a bf16 rounding, by 3%."""
     with_kernels = losses(precision)
     monkeypatch.setattr(gdpa_op, "_backend", lambda q: gdpa_reference)
     monkeypatch.setattr(attention_op, "_backend", lambda q, v: attention_reference)
