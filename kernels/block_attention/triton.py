@@ -128,7 +128,7 @@ def forward_kernel(
     k, k2 = _load(K + first * stk + hk * shk, stk, start, rows, cos, sin, D, SIDE, COLUMNS, BLOCK)
     v = load_rows(V + first * stv + hk * shv, stv, start, rows, D, BLOCK, WIDE)
     p, total = _probabilities(_product(q, q2, k, k2, COLUMNS, PRECISION), scale * LOG2E, rows - start, BLOCK)
-    out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
+    out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     store_rows(OUT + (first * HEADS + h) * D, out, HEADS * D, start, rows, D, BLOCK, WIDE)
 
 
@@ -160,7 +160,7 @@ def backward_kernel(
         q, q2 = _load(Q + first * stq + h * shq, stq, start, rows, cos, sin, D, SIDE, COLUMNS, BLOCK)
         do = load_rows(DO + first * std + h * shd, std, start, rows, D, BLOCK, WIDE)
         p, total = _probabilities(_product(q, q2, k, k2, COLUMNS, PRECISION), scale * LOG2E, rows - start, BLOCK)
-        p = p / total[:, None]
+        p = p * (1.0 / total)[:, None]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
         p = tl.trans(p.to(v.dtype))

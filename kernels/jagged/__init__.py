@@ -3,6 +3,7 @@
 from kernels.jagged.op import (
     broadcast_add,
     concat,
+    embedding_add,
     from_padded,
     gather_rows,
     gather_sequences,
@@ -13,12 +14,14 @@ from kernels.jagged.op import (
     segment_mean,
     segment_sum,
     sequence_ids,
+    split,
     to_padded,
 )
 
 __all__ = [
     "broadcast_add",
     "concat",
+    "embedding_add",
     "from_padded",
     "gather_rows",
     "gather_sequences",
@@ -29,5 +32,6 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "sequence_ids",
+    "split",
     "to_padded",
 ]

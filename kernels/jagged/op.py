@@ -1,9 +1,11 @@
 """Jagged data movement as PyTorch operators (``opengem::to_padded`` and others) with autograd.
 
-Five operators move data; each one's backward is another of them. The rest is index arithmetic on top. The layout
-is that of ``kernels/jagged/reference.py``; all indexes and offsets are int64.
+Operators come in pairs, each the backward of the other: ``to_padded`` and ``from_padded``, ``gather_rows`` and
+``scatter_sum``, ``segment_sum`` and ``spread``, ``concat`` and ``split``, ``gather_sequences`` and ``sum_sequences``.
+The layout is that of ``kernels/jagged/reference.py``; all offsets are int64, indexes int64 or int32.
 
-Legend: T rows, B sequences, L padded length, N gathered rows, R source rows.
+Legend: T rows, B sequences, L padded length, N gathered rows or sequences, C choices of a row, R source rows or
+sequences.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.operators import operator
 from kernels.jagged import reference
 from kernels.jagged.reference import sequence_ids
 
@@ -22,6 +25,10 @@ __all__ = ["sequence_ids"]
 
 def _backend(values: Tensor) -> ModuleType:
     """The implementation for the device of ``values``; each has the functions of ``reference``."""
+    if values.is_cuda:
+        from kernels.jagged import triton  # not installed with PyTorch for CPU
+
+        return triton
     return reference
 
 
@@ -35,132 +42,100 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
     return offsets.diff()
 
 
-@torch.library.custom_op("opengem::to_padded", mutates_args=())
-def _to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    return _backend(values).to_padded(values, offsets, max_length, padding)
-
-
-@_to_padded.register_fake
-def _(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    return values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
-
-
-@torch.library.custom_op("opengem::from_padded", mutates_args=())
-def _from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
-    return _backend(padded).from_padded(padded, offsets, total)
-
-
-@_from_padded.register_fake
-def _(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
-    return padded.new_empty((total, *padded.shape[2:]))
-
-
-@torch.library.custom_op("opengem::gather_rows", mutates_args=())
-def _gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    return _backend(values).gather_rows(values, index)
-
-
-@_gather_rows.register_fake
-def _(values: Tensor, index: Tensor) -> Tensor:
-    return values.new_empty((index.shape[0], *values.shape[1:]))
-
-
-@torch.library.custom_op("opengem::scatter_sum", mutates_args=())
-def _scatter_sum(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    return _backend(values).scatter_sum(values, index, rows)
-
-
-@_scatter_sum.register_fake
-def _(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    return values.new_empty((rows, *values.shape[1:]))
-
-
-@torch.library.custom_op("opengem::segment_sum", mutates_args=())
-def _segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    return _backend(values).segment_sum(values, offsets)
-
-
-@_segment_sum.register_fake
-def _(values: Tensor, offsets: Tensor) -> Tensor:
-    return values.new_empty((offsets.shape[0] - 1, *values.shape[1:]))
-
-
-def _save_offsets(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.shape = inputs[0].shape
-
-
-def _to_padded_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (offsets,) = ctx.saved_tensors
-    return _from_padded(grad.contiguous(), offsets, ctx.shape[0]), None, None, None
-
-
-def _from_padded_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (offsets,) = ctx.saved_tensors
-    return _to_padded(grad.contiguous(), offsets, ctx.shape[1], 0.0), None, None
-
-
-def _gather_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (index,) = ctx.saved_tensors
-    return _scatter_sum(grad.contiguous(), index, ctx.shape[0]), None
-
-
-def _scatter_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (index,) = ctx.saved_tensors
-    return _gather_rows(grad.contiguous(), index), None, None
-
-
-def _segment_sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (offsets,) = ctx.saved_tensors
-    return _gather_rows(grad.contiguous(), sequence_ids(offsets, ctx.shape[0])), None
-
-
-_to_padded.register_autograd(_to_padded_backward, setup_context=_save_offsets)
-_from_padded.register_autograd(_from_padded_backward, setup_context=_save_offsets)
-_gather_rows.register_autograd(_gather_rows_backward, setup_context=_save_offsets)
-_scatter_sum.register_autograd(_scatter_sum_backward, setup_context=_save_offsets)
-_segment_sum.register_autograd(_segment_sum_backward, setup_context=_save_offsets)
-
-
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float = 0.0) -> Tensor:
     """``values [T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off."""
-    return _to_padded(values, offsets, max_length, padding)
+    return _to_padded(values, offsets, max_length, padding, False)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     """``padded [B, L, ...]`` to ``[T, ...]`` with T = ``total``; rows of a sequence beyond L are zero."""
-    return _from_padded(padded, offsets, total)
+    return _from_padded(padded, offsets, total, False)
 
 
-def gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index [N]`` of ``values [R, ...]``; the backward sums the gradients of a row taken more than once."""
-    return _gather_rows(values, index)
+def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The last k rows of each sequence, right aligned: ``[B, k, ...]``, zeros where a sequence is shorter.
+
+    Returns:
+        the rows, and a bool mask ``[B, k]`` of the real ones.
+    """
+    valid = torch.arange(k, 0, -1, device=offsets.device) <= offsets.diff()[:, None]
+    return _to_padded(values, offsets, k, 0.0, True), valid
 
 
-def scatter_sum(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """``out[r]`` = sum of the rows i of ``values [N, ...]`` with ``index[i] == r``: ``[rows, ...]``."""
-    return _scatter_sum(values, index, rows)
+def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tensor:
+    """Rows ``index [N]`` of ``values [R, ...]``, or for ``index [N, C]`` the sums of C rows: ``[N, ...]``.
+
+    Args:
+        rising: the caller promises that ``index [N]`` never falls, like a ``request_index``: the backward, which
+            sums the gradients of a row taken more than once, then needs no sort.
+    """
+    return _gather_rows(values, index, rising)
+
+
+def scatter_sum(values: Tensor, index: Tensor, rows: int, *, rising: bool = False) -> Tensor:
+    """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
+    return _scatter_sum(values, index, rows, rising)
+
+
+def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """``values [T, ...]`` plus rows of ``table [R, ...]``: ``out[t] = values[t] + sum_c table[index[t, c]]``.
+
+    For embeddings of time and position, put the tables one under the other and give two columns of indexes. The
+    table's gradient is summed in the order of a stable sort, so it has the same bits in every run.
+
+    Args:
+        table: cast to the dtype of ``values``.
+        index: ``[T]`` or ``[T, C]``, all of them rows of the table.
+    """
+    return _embedding_add(values, table.to(values.dtype), index)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    return _segment_sum(values, offsets)
+    return _segment_sum(values, offsets, False)
 
 
 def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
     """Mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    count = offsets.diff().clamp(min=1).to(values.dtype)
-    return _segment_sum(values, offsets) / count.view(-1, *([1] * (values.dim() - 1)))
+    return _segment_sum(values, offsets, True)
 
 
-def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
+    """Adds row b of ``dense [B, ...]``, in the dtype of values, to every row of sequence b of ``values [T, ...]``."""
+    return _broadcast_add(values, offsets, dense.to(values.dtype))
+
+
+def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins two packed batches sequence by sequence, the rows of ``a`` first.
+
+    Returns:
+        values ``[Ta + Tb, ...]`` and offsets ``[B + 1]``.
+    """
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    return _concat(a.to(dtype), b.to(dtype), a_offsets, b_offsets), a_offsets + b_offsets
+
+
+def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+    """Undoes ``concat``: ``values [Ta + Tb, ...]`` to ``[Ta, ...]`` and ``[Tb, ...]``; ``a_rows`` is Ta."""
+    a, b = _split(values, a_offsets, b_offsets, a_rows)
+    return a, b
+
+
+def gather_sequences(
+    values: Tensor, offsets: Tensor, index: Tensor, *, total: int | None = None, rising: bool = False
+) -> tuple[Tensor, Tensor]:
     """Whole sequences ``index [N]`` of a packed batch of R, again packed.
+
+    Args:
+        total: rows of the result, if known; otherwise the call waits for the device to say.
+        rising: the caller promises that the index never falls; the backward then needs no sort.
 
     Returns:
         values ``[T', ...]`` and offsets ``[N + 1]``; the backward sums over the copies of a sequence.
     """
-    rows, new_offsets = sequence_rows(offsets, index)
-    return _gather_rows(values, rows), new_offsets
+    new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
+    rows = int(new_offsets[-1]) if total is None else total
+    return _gather_sequences(values, offsets, index, new_offsets, rows, rising), new_offsets
 
 
 def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
@@ -170,43 +145,218 @@ def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> t
         total: T', where the caller knows it; otherwise the host waits for the device to learn it.
     """
     new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
-    if total is None:
-        total = int(new_offsets[-1])
-    shift = offsets[:-1].index_select(0, index) - new_offsets[:-1]
-    owner = sequence_ids(new_offsets, total)
-    return torch.arange(total, device=offsets.device) + shift.index_select(0, owner), new_offsets
+    rows = int(new_offsets[-1]) if total is None else total
+    return reference.sequence_rows(offsets, index, new_offsets, rows), new_offsets
 
 
-def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins two packed batches sequence by sequence, the rows of ``a`` first.
-
-    Returns:
-        values ``[Ta + Tb, ...]`` and offsets ``[B + 1]``.
-    """
-    a_owner = sequence_ids(a_offsets, a.shape[0])
-    b_owner = sequence_ids(b_offsets, b.shape[0])
-    a_place = torch.arange(a.shape[0], device=a.device) + b_offsets.index_select(0, a_owner)
-    b_place = torch.arange(b.shape[0], device=b.device) + a_offsets.index_select(0, b_owner + 1)
-    order = torch.empty(a.shape[0] + b.shape[0], dtype=torch.int64, device=a.device)
-    order[torch.cat([a_place, b_place])] = torch.arange(order.shape[0], device=a.device)
-    return _gather_rows(torch.cat([a, b]), order), a_offsets + b_offsets
+# What runs on a device. Autograd passes gradients as they come; the kernels take any row stride.
 
 
-def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The last k rows of each sequence, right aligned: ``[B, k, ...]``, zeros where a sequence is shorter.
-
-    Returns:
-        the rows, and a bool mask ``[B, k]`` of the real ones.
-    """
-    index = offsets[1:, None] + torch.arange(-k, 0, device=offsets.device)
-    valid = index >= offsets[:-1, None]
-    shape = (*index.shape, *values.shape[1:])
-    if values.shape[0] == 0:
-        return values.new_zeros(shape) + values.sum(), valid
-    rows = _gather_rows(values, torch.where(valid, index, 0).flatten()).view(shape)
-    return rows.masked_fill(~valid.view(*valid.shape, *([1] * (values.dim() - 1))), 0), valid
+def _run_to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
+    return _backend(values).to_padded(values, offsets, max_length, padding, right)
 
 
-def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
-    """Adds row b of ``dense [B, ...]`` to every row of sequence b of ``values [T, ...]``."""
-    return values + _gather_rows(dense, sequence_ids(offsets, values.shape[0]))
+def _run_from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
+    return _backend(padded).from_padded(padded, offsets, total, right)
+
+
+def _run_gather_rows(values: Tensor, index: Tensor, rising: bool) -> Tensor:
+    return _backend(values).gather_rows(values, index)
+
+
+def _run_scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tensor:
+    return _backend(values).scatter_sum(values, index, rows, rising)
+
+
+def _run_embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    return _backend(values).embedding_add(values, table, index)
+
+
+def _run_segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
+    return _backend(values).segment_sum(values, offsets, mean)
+
+
+def _run_spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    return _backend(rows).spread(rows, offsets, total, mean)
+
+
+def _run_broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
+    return _backend(values).broadcast_add(values, offsets, dense)
+
+
+def _run_concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    return _backend(a).concat(a, b, a_offsets, b_offsets)
+
+
+def _run_split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+    return _backend(values).split(values, a_offsets, b_offsets, a_rows)
+
+
+def _run_gather_sequences(
+    values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int, rising: bool
+) -> Tensor:
+    return _backend(values).gather_sequences(values, offsets, index, new_offsets, total)
+
+
+def _run_sum_sequences(
+    values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int, rising: bool
+) -> Tensor:
+    return _backend(values).sum_sequences(values, offsets, index, new_offsets, total, rising)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Saves all tensors but the first, which every operator here is linear in, and its number of rows."""
+    ctx.save_for_backward(*(x for x in inputs[1:] if isinstance(x, Tensor)))
+    ctx.options = [x for x in inputs[1:] if not isinstance(x, Tensor)]
+    ctx.rows = inputs[0].shape[:2]
+
+
+def _back_to_padded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _from_padded(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[2]), None, None, None, None
+
+
+def _back_from_padded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _to_padded(grad, *ctx.saved_tensors, ctx.rows[1], 0.0, ctx.options[1]), None, None, None
+
+
+def _back_gather_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _scatter_sum(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[0]), None, None
+
+
+def _back_scatter_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather_rows(grad, *ctx.saved_tensors, ctx.options[1]), None, None, None
+
+
+def _keep_table(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+    ctx.rows = inputs[1].shape[0]
+
+
+def _back_embedding_add(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, _scatter_sum(grad, *ctx.saved_tensors, ctx.rows, False), None
+
+
+def _back_segment_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _spread(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[0]), None, None
+
+
+def _back_spread(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _segment_sum(grad, *ctx.saved_tensors, ctx.options[1]), None, None, None
+
+
+def _keep_offsets(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _back_broadcast_add(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, None, _segment_sum(grad, *ctx.saved_tensors, False)
+
+
+def _keep_both_offsets(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[2:])
+    ctx.rows = inputs[0].shape[0]
+
+
+def _back_concat(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_split(grad, *ctx.saved_tensors, ctx.rows), None, None)
+
+
+def _back_split(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, ...]:
+    return _concat(a, b, *ctx.saved_tensors), None, None, None
+
+
+def _back_gather_sequences(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _sum_sequences(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[1]), None, None, None, None, None
+
+
+def _back_sum_sequences(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather_sequences(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[1]), None, None, None, None, None
+
+
+_to_padded = operator(
+    "to_padded",
+    _run_to_padded,
+    lambda values, offsets, length, *_: values.new_empty((offsets.shape[0] - 1, length, *values.shape[1:])),
+    backward=_back_to_padded,
+    setup_context=_keep,
+)
+_from_padded = operator(
+    "from_padded",
+    _run_from_padded,
+    lambda padded, offsets, total, right: padded.new_empty((total, *padded.shape[2:])),
+    backward=_back_from_padded,
+    setup_context=_keep,
+)
+_gather_rows = operator(
+    "gather_rows",
+    _run_gather_rows,
+    lambda values, index, rising: values.new_empty((index.shape[0], *values.shape[1:])),
+    backward=_back_gather_rows,
+    setup_context=_keep,
+)
+_scatter_sum = operator(
+    "scatter_sum",
+    _run_scatter_sum,
+    lambda values, index, rows, rising: values.new_empty((rows, *values.shape[1:])),
+    backward=_back_scatter_sum,
+    setup_context=_keep,
+)
+_embedding_add = operator(
+    "embedding_add",
+    _run_embedding_add,
+    lambda values, table, index: values.new_empty(values.shape),
+    backward=_back_embedding_add,
+    setup_context=_keep_table,
+)
+_segment_sum = operator(
+    "segment_sum",
+    _run_segment_sum,
+    lambda values, offsets, mean: values.new_empty((offsets.shape[0] - 1, *values.shape[1:])),
+    backward=_back_segment_sum,
+    setup_context=_keep,
+)
+_spread = operator(
+    "spread",
+    _run_spread,
+    lambda rows, offsets, total, mean: rows.new_empty((total, *rows.shape[1:])),
+    backward=_back_spread,
+    setup_context=_keep,
+)
+_broadcast_add = operator(
+    "broadcast_add",
+    _run_broadcast_add,
+    lambda values, offsets, dense: values.new_empty(values.shape),
+    backward=_back_broadcast_add,
+    setup_context=_keep_offsets,
+)
+_concat = operator(
+    "concat",
+    _run_concat,
+    lambda a, b, *_: a.new_empty((a.shape[0] + b.shape[0], *a.shape[1:])),
+    backward=_back_concat,
+    setup_context=_keep_both_offsets,
+)
+_split = operator(
+    "split",
+    _run_split,
+    lambda values, a_offsets, b_offsets, a_rows: (
+        values.new_empty((a_rows, *values.shape[1:])),
+        values.new_empty((values.shape[0] - a_rows, *values.shape[1:])),
+    ),
+    backward=_back_split,
+    setup_context=_keep,
+)
+_gather_sequences = operator(
+    "gather_sequences",
+    _run_gather_sequences,
+    lambda values, offsets, index, new_offsets, total, rising: values.new_empty((total, *values.shape[1:])),
+    backward=_back_gather_sequences,
+    setup_context=_keep,
+)
+_sum_sequences = operator(
+    "sum_sequences",
+    _run_sum_sequences,
+    lambda values, offsets, index, new_offsets, total, rising: values.new_empty((total, *values.shape[1:])),
+    backward=_back_sum_sequences,
+    setup_context=_keep,
+)

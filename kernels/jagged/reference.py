@@ -4,7 +4,8 @@ A packed batch is ``values [T, ...]`` with int64 ``offsets [B + 1]``: sequence b
 ``offsets[b] .. offsets[b + 1] - 1``; ``offsets[0]`` is 0 and ``offsets[B]`` is T. Any sequence, and the batch, may be
 empty. Works in any dtype and with any trailing dims.
 
-Legend: T rows, B sequences, L padded length, N gathered rows, R source rows.
+Legend: T rows, B sequences, L padded length, N gathered rows or sequences, C choices of a row, R source rows or
+sequences.
 """
 
 from __future__ import annotations
@@ -20,47 +21,115 @@ def sequence_ids(offsets: Tensor, total: int) -> Tensor:
     return torch.repeat_interleave(ids, lengths, output_size=total)
 
 
-def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    """``[T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off."""
-    index, valid = _padded_index(offsets, max_length)
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
+    """``[T, ...]`` to ``[B, L, ...]``; of a longer sequence the first L rows are kept, ``right`` aligned the last L."""
+    position = torch.arange(max_length, device=offsets.device)
+    if right:
+        index = offsets[1:, None] - max_length + position
+        valid = index >= offsets[:-1, None]
+    else:
+        index = offsets[:-1, None] + position
+        valid = index < offsets[1:, None]
     if values.shape[0] == 0:
         return values.new_full((*index.shape, *values.shape[1:]), padding)
-    padded = values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:])
+    padded = values.index_select(0, torch.where(valid, index, 0).flatten()).view(*index.shape, *values.shape[1:])
     return padded.masked_fill_(_unsqueeze_to(~valid, padded.dim()), padding)
 
 
-def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """``[B, L, ...]`` to ``[T, ...]``; rows of a sequence beyond L are zero."""
+def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
+    """``[B, L, ...]`` to ``[T, ...]``; rows of a sequence that have no place among L are zero."""
     batch, length = padded.shape[:2]
-    owner = sequence_ids(offsets, total)
-    position = torch.arange(total, device=offsets.device) - offsets.index_select(0, owner)
     if batch * length == 0:
         return padded.new_zeros((total, *padded.shape[2:]))
-    inside = position < length
+    owner = sequence_ids(offsets, total)
+    row = torch.arange(total, device=offsets.device)
+    position = row - offsets.index_select(0, owner + 1) + length if right else row - offsets.index_select(0, owner)
+    inside = (position >= 0) & (position < length)
     rows = padded.flatten(0, 1).index_select(0, torch.where(inside, owner * length + position, 0))
     return rows.masked_fill_(_unsqueeze_to(~inside, rows.dim()), 0)
 
 
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    """Rows ``index`` int64 ``[N]`` of ``values [R, ...]``: ``[N, ...]``."""
-    return values.index_select(0, index)
+    """Rows ``index`` int64 ``[N]`` of ``values [R, ...]``, or the sums of C rows for ``[N, C]``: ``[N, ...]``."""
+    if index.dim() == 1:
+        return values.index_select(0, index)
+    return values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:]).sum(1)
 
 
-def scatter_sum(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """``out[r]`` = sum of the rows i of ``values [N, ...]`` with ``index[i] == r``: ``[rows, ...]``."""
-    return values.new_zeros((rows, *values.shape[1:])).index_add_(0, index, values)
+def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tensor:
+    """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
+    out = values.new_zeros((rows, *values.shape[1:]))
+    if index.dim() == 2:
+        values = values.repeat_interleave(index.shape[1], dim=0)
+    return out.index_add_(0, index.flatten(), values)
 
 
-def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sum over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    return scatter_sum(values, sequence_ids(offsets, values.shape[0]), offsets.numel() - 1)
+def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """``values[t]`` plus the rows of ``table`` that ``index[t]`` names."""
+    return values + gather_rows(table, index)
 
 
-def _padded_index(offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Row numbers int64 ``[B, L]`` (0 where padded) and the mask of real rows."""
-    position = torch.arange(max_length, device=offsets.device)
-    valid = position < offsets.diff()[:, None]
-    return torch.where(valid, offsets[:-1, None] + position, 0), valid
+def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
+    """Sum or mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
+    total = scatter_sum(values, sequence_ids(offsets, values.shape[0]), offsets.numel() - 1, True)
+    return total / _counts(offsets, total) if mean else total
+
+
+def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    """Row b of ``rows [B, ...]``, or that by the length, for every row of sequence b: ``[T, ...]``, T = ``total``."""
+    rows = rows / _counts(offsets, rows) if mean else rows
+    return rows.index_select(0, sequence_ids(offsets, total))
+
+
+def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
+    """Row b of ``dense [B, ...]`` added to every row of sequence b of ``values [T, ...]``."""
+    return values + spread(dense, offsets, values.shape[0], False)
+
+
+def concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    """Sequences of ``a [Ta, ...]``, each followed by that of ``b [Tb, ...]``: ``[Ta + Tb, ...]``."""
+    out = a.new_empty((a.shape[0] + b.shape[0], *a.shape[1:]))
+    a_place, b_place = _places(a_offsets, b_offsets, a.shape[0], b.shape[0])
+    out[a_place], out[b_place] = a, b
+    return out
+
+
+def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+    """Undoes ``concat``: ``[Ta, ...]``, of which there are ``a_rows``, and ``[Tb, ...]``."""
+    a_place, b_place = _places(a_offsets, b_offsets, a_rows, values.shape[0] - a_rows)
+    return values.index_select(0, a_place), values.index_select(0, b_place)
+
+
+def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int) -> Tensor:
+    """Sequences ``index [N]`` of a batch of R, packed with ``new_offsets [N + 1]`` into ``total`` rows."""
+    return values.index_select(0, sequence_rows(offsets, index, new_offsets, total))
+
+
+def sum_sequences(
+    grad: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int, rising: bool
+) -> Tensor:
+    """Sums over the copies that ``gather_sequences`` made: ``[T', ...]`` to ``[total, ...]``."""
+    return scatter_sum(grad, sequence_rows(offsets, index, new_offsets, grad.shape[0]), total, False)
+
+
+def sequence_rows(offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int) -> Tensor:
+    """Row numbers of the sequences ``index [N]``, one sequence after another."""
+    shift = offsets[:-1].index_select(0, index) - new_offsets[:-1]
+    owner = sequence_ids(new_offsets, total)
+    return torch.arange(total, device=offsets.device) + shift.index_select(0, owner)
+
+
+def _places(a_offsets: Tensor, b_offsets: Tensor, a_rows: int, b_rows: int) -> tuple[Tensor, Tensor]:
+    """Where the rows of two batches stand when joined."""
+    a_owner, b_owner = sequence_ids(a_offsets, a_rows), sequence_ids(b_offsets, b_rows)
+    device = a_offsets.device
+    a_place = torch.arange(a_rows, device=device) + b_offsets.index_select(0, a_owner)
+    return a_place, torch.arange(b_rows, device=device) + a_offsets.index_select(0, b_owner + 1)
+
+
+def _counts(offsets: Tensor, like: Tensor) -> Tensor:
+    """Lengths, at least 1, to divide ``like [B, ...]`` by."""
+    return _unsqueeze_to(offsets.diff().clamp(min=1), like.dim()).to(like.dtype)
 
 
 def _unsqueeze_to(mask: Tensor, dims: int) -> Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_triton
+from kernels.jagged import reference as jagged_reference
+from kernels.jagged import triton as jagged_triton
+from kernels.norms import reference as norm_reference
+from kernels.norms import triton as norm_triton
 
 TOLERANCE = 2e-6
 """Relative, of float32 sums of at most some hundred terms against float64: some roundings of 6e-8."""
@@ -23,6 +30,15 @@ def close(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
     assert got.isfinite().all()
     error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
     assert error < tolerance, float(error)
+
+
+def same(kernel: Callable[..., Any], reference: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a kernel, and the reference in float64 on the same arguments; returns what the kernel gave."""
+    exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+    got, want = kernel(*arguments), reference(*exact)
+    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
+        close(a, b)
+    return got
 
 
 def block_attention() -> None:
@@ -63,6 +79,114 @@ def block_attention_leaks() -> None:
     for lengths in ([], [0, 0]):
         out = block_triton.forward(empty, empty, empty, offsets_of(lengths), None, None, 1.0)
         assert out.shape == (0, 1, 8)
+
+
+def movement() -> None:
+    """Every kernel of jagged movement: many sequences in a tile, none, one longer than a chunk; any row width."""
+    lengths = [3, 0, 0, 5, 1, 40, *[1, 0] * 40, 2, 0]
+    offsets, other = offsets_of(lengths), offsets_of(lengths[::-1])
+    rows, batch = int(offsets[-1]), len(lengths)
+    for width in (1, 5, 130):
+        torch.manual_seed(width)
+        x = torch.randn(rows, 2, width)[:, 0]
+        y, dense, padded = torch.randn(rows, width), torch.randn(batch, width), torch.randn(batch, 7, width)
+        for right in (False, True):
+            same(jagged_triton.to_padded, jagged_reference.to_padded, x, offsets, 7, -2.0, right)
+            same(jagged_triton.from_padded, jagged_reference.from_padded, padded, offsets, rows, right)
+        joined = same(jagged_triton.concat, jagged_reference.concat, x, y, offsets, other)
+        same(jagged_triton.split, jagged_reference.split, joined, offsets, other, rows)
+        for mean in (False, True):
+            same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, mean)
+            same(jagged_triton.spread, jagged_reference.spread, dense, offsets, rows, mean)
+        same(jagged_triton.broadcast_add, jagged_reference.broadcast_add, x, offsets, dense)
+
+
+def gathers() -> None:
+    """Rows and sequences taken by an index, and the sums of their copies, sorted or not; a sum in several chunks."""
+    lengths = [3, 0, 7, 40, 1]
+    offsets = offsets_of(lengths)
+    rows = int(offsets[-1])
+    torch.manual_seed(0)
+    x, many = torch.randn(rows, 2, 4), torch.randn(700, 2, 4)
+    for index, rising in ((torch.tensor([4, 0, 2, 2, 1, 4, 3]), False), (torch.tensor([0, 0, 2, 2, 4]), True)):
+        same(jagged_triton.gather_rows, jagged_reference.gather_rows, x, index)
+        new_offsets = offsets_of([lengths[i] for i in index])
+        total = int(new_offsets[-1])
+        copies = same(
+            jagged_triton.gather_sequences, jagged_reference.gather_sequences, x, offsets, index, new_offsets, total
+        )
+        arguments = (copies, offsets, index, new_offsets, rows, rising)
+        same(jagged_triton.sum_sequences, jagged_reference.sum_sequences, *arguments)
+    index = torch.randint(3, (700,)) * 2
+    same(jagged_triton.scatter_sum, jagged_reference.scatter_sum, many, index, 6, False)
+    same(jagged_triton.scatter_sum, jagged_reference.scatter_sum, many, index.sort().values, 6, True)
+    same(
+        jagged_triton.scatter_sum, jagged_reference.scatter_sum, many, index.view(350, 2)[:, :2].repeat(2, 1), 6, False
+    )
+    table = torch.randn(6, 2, 4)
+    same(jagged_triton.embedding_add, jagged_reference.embedding_add, many, table, torch.randint(6, (700, 2)))
+    same(jagged_triton.gather_rows, jagged_reference.gather_rows, table, torch.randint(6, (9, 3)))
+    ids = torch.arange(rows)
+    assert torch.equal(jagged_triton.to_padded(ids, offsets, 3, -1.0, False)[0], torch.tensor([0, 1, 2]))
+
+
+def chunks() -> None:
+    """Sums of sequences longer than a chunk, one of them right behind another; NaN stays in its own sequence."""
+    offsets = offsets_of([513, 1, 1024, 0, 1100, 3])
+    x = torch.randn(int(offsets[-1]), 3)
+    for mean in (False, True):
+        same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, mean)
+    x[513] = torch.nan
+    bad = jagged_triton.segment_sum(x, offsets, False).isnan().any(1)
+    assert bad.tolist() == [False, True, False, False, False, False]
+
+
+def empty_movement() -> None:
+    """No rows, no sequences, no columns."""
+    for lengths in ([], [0, 0, 0]):
+        offsets, x = offsets_of(lengths), torch.zeros(0, 3)
+        dense, padded = torch.ones(len(lengths), 3), torch.ones(len(lengths), 4, 3)
+        none = torch.zeros(0, dtype=torch.int64)
+        same(jagged_triton.to_padded, jagged_reference.to_padded, x, offsets, 4, 2.0, True)
+        same(jagged_triton.from_padded, jagged_reference.from_padded, padded, offsets, 0, False)
+        same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, True)
+        same(jagged_triton.spread, jagged_reference.spread, dense, offsets, 0, True)
+        same(jagged_triton.concat, jagged_reference.concat, x, x, offsets, offsets)
+        same(jagged_triton.split, jagged_reference.split, x, offsets, offsets, 0)
+        same(jagged_triton.gather_rows, jagged_reference.gather_rows, dense, none)
+        same(jagged_triton.scatter_sum, jagged_reference.scatter_sum, x, none, 3, False)
+        same(jagged_triton.sum_sequences, jagged_reference.sum_sequences, x, offsets, none, offsets[:1], 0, True)
+    wide = torch.zeros(4, 0)
+    same(jagged_triton.segment_sum, jagged_reference.segment_sum, wide, torch.tensor([0, 3, 4]), False)
+    same(
+        jagged_triton.from_padded, jagged_reference.from_padded, torch.ones(2, 0, 3), torch.tensor([0, 3, 4]), 4, False
+    )
+
+
+def norms() -> None:
+    """Combinations of parts; rows of one tile and of several; views with strides."""
+    for rows, width in ((5, 3), (70, 130)):
+        torch.manual_seed(width)
+        fused = torch.randn(5, rows, 2, width)[:, :, 1]
+        x, residual, gate, grad, grad_z = fused.unbind(0)
+        weight, bias = torch.randn(2, width)
+        for center, has in itertools.product((False, True), ((), ("w",), ("w", "b", "g"), ("r", "g"), ("r", "w", "b"))):
+            parts = [t if name in has else None for name, t in (("g", gate), ("w", weight), ("b", bias))]
+            rest = residual if "r" in has else None
+            for act in ("sigmoid", "silu") if "g" in has else ("silu",):
+                y, z = norm_triton.forward(x, rest, *parts, 0.1, center, act, torch.float32)
+                exact = [None if t is None else t.double() for t in (x, rest, *parts)]
+                want_y, want_z = norm_reference.forward(*exact, 0.1, center, act, torch.float64)
+                close(y, want_y)
+                close(z, want_z)
+                choice = (0.1, center, act)
+                to_z, rest_z = (grad_z, grad_z.double()) if "r" in has else (None, None)
+                source, exact_source = (x, exact[0]) if rest is None else (z, want_z)
+                config = {"ROWS": 8, "num_warps": 4, "PROGRAMS": 3}
+                got = norm_triton.backward(grad, to_z, source, *parts, *choice, config)
+                want = norm_reference.backward(grad.double(), rest_z, exact_source, *exact[2:], *choice)
+                for a, b in zip(got, want, strict=True):
+                    close(a, b, 4 * TOLERANCE)  # differences of sums
 
 
 if __name__ == "__main__":

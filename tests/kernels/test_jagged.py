@@ -121,6 +121,23 @@ def test_broadcast_add(lengths: list[int]) -> None:
         assert torch.equal(out[b], sequence + dense[b])
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6))
+def test_split_undoes_concat(lengths: list[tuple[int, int]]) -> None:
+    a, a_offsets = packed([n for n, _ in lengths], 2, seed=1)
+    b, b_offsets = packed([n for _, n in lengths], 2, seed=2)
+    joined, _ = jagged.concat(a, a_offsets, b, b_offsets)
+    for got, want in zip(jagged.split(joined, a_offsets, b_offsets, a.shape[0]), (a, b), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_embeddings_of_time_and_position() -> None:
+    values, tables = torch.randn(7, 3), torch.randn(10, 3)
+    time, position = torch.randint(4, (7,)), torch.randint(6, (7,))
+    out = jagged.embedding_add(values, tables, torch.stack([time, 4 + position], dim=1))
+    torch.testing.assert_close(out, values + tables[:4][time] + tables[4:][position])
+
+
 def test_rows_taken_twice_sum_their_gradients() -> None:
     values = torch.ones(3, 2, requires_grad=True)
     jagged.gather_rows(values, torch.tensor([2, 0, 2])).sum().backward()
@@ -142,6 +159,14 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "concat": lambda x: jagged.concat(x, OFFSETS, x * 2, OFFSETS)[0],
     "last_k": lambda x: jagged.last_k(x, OFFSETS, 2)[0],
     "broadcast_add": lambda x: jagged.broadcast_add(x, OFFSETS, x[:4] * 3),
+    "gather_rows, rising": lambda x: jagged.gather_rows(x, torch.tensor([0, 0, 3, 5]), rising=True),
+    "gather_rows, sums": lambda x: jagged.gather_rows(x, torch.tensor([[5, 0], [5, 5], [1, 2]])),
+    "scatter_sum, several": lambda x: jagged.scatter_sum(x[:3], torch.tensor([[1, 0], [1, 1], [3, 2]]), 5),
+    "embedding_add": lambda x: jagged.embedding_add(x[:3], x, torch.tensor([[5, 0], [5, 5], [1, 2]])),
+    "split": lambda x: torch.cat(jagged.split(x, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]), 3)[::-1]),
+    "gather_sequences, rising": lambda x: jagged.gather_sequences(
+        x, OFFSETS, torch.tensor([0, 2, 2]), total=8, rising=True
+    )[0],
 }
 
 
@@ -171,12 +196,21 @@ def test_an_empty_batch_keeps_the_graph() -> None:
 def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     x = torch.randn(6, 2, dtype=dtype, requires_grad=True)
     padded = torch.randn(4, 3, 2, dtype=dtype, requires_grad=True)
+    few = torch.randn(4, 2, dtype=dtype, requires_grad=True)
     index = torch.tensor([1, 0, 1, 3, 3, 3])
-    torch.library.opcheck(op._to_padded, (x, OFFSETS, 3, 0.5))
-    torch.library.opcheck(op._from_padded, (padded, OFFSETS, 6))
-    torch.library.opcheck(op._gather_rows, (x, index))
-    torch.library.opcheck(op._scatter_sum, (x, index, 4))
-    torch.library.opcheck(op._segment_sum, (x, OFFSETS))
+    torch.library.opcheck(op._to_padded, (x, OFFSETS, 3, 0.5, False))
+    torch.library.opcheck(op._from_padded, (padded, OFFSETS, 6, True))
+    torch.library.opcheck(op._gather_rows, (x, index, False))
+    torch.library.opcheck(op._scatter_sum, (x, index, 4, False))
+    torch.library.opcheck(op._embedding_add, (x, few, index))
+    torch.library.opcheck(op._segment_sum, (x, OFFSETS, True))
+    torch.library.opcheck(op._spread, (few, OFFSETS, 6, True))
+    torch.library.opcheck(op._broadcast_add, (x, OFFSETS, few))
+    torch.library.opcheck(op._concat, (x, few, OFFSETS, torch.arange(5)))
+    torch.library.opcheck(op._split, (x, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]), 3))
+    choice, new_offsets = torch.tensor([0, 0]), torch.tensor([0, 2, 4])
+    torch.library.opcheck(op._gather_sequences, (x, OFFSETS, choice, new_offsets, 4, True))
+    torch.library.opcheck(op._sum_sequences, (few, OFFSETS, choice, new_offsets, 6, True))
 
 
 def test_integer_rows_can_be_moved() -> None:

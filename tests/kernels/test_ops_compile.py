@@ -15,13 +15,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.block_attention import triton as block_attention  # noqa: E402
+from kernels.jagged import triton as jagged  # noqa: E402
+from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
 
 SHARED_MEMORY = 232448
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-LONG = ("OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
+LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
-ODD = ("B", "rows")
+ODD = ("B", "N", "rows", "length")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
 
 
@@ -69,3 +71,51 @@ def test_block_attention(backward: bool, width: int, columns: int, group: int, d
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert resources(compiled)["stack"] < 512
+
+
+MOVED = [
+    ("pad_kernel", {"RIGHT": True}),
+    ("unpad_kernel", {"RIGHT": False, "ROUNDS": 2}),
+    ("gather_kernel", {"CHOICES": 1, "ADD": None}),
+    ("gather_kernel", {"CHOICES": 2}),
+    ("spread_kernel", {"MEAN": True, "ROUNDS": 2, "ADD": None}),
+    ("spread_kernel", {"MEAN": False, "ROUNDS": 2}),
+    ("concat_kernel", {"ROUNDS": 2}),
+    ("split_kernel", {"ROUNDS": 2}),
+    ("sequences_kernel", {"ROUNDS": 2}),
+    ("copies_kernel", {"ROUNDS": 2}),
+    ("sum_kernel", {"ROUNDS": 2, "MEAN": True, "CHOICES": 1, "ORDER": None}),
+    ("finish_kernel", {"ROUNDS": 2, "MEAN": True}),
+]
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("name", "constants"), MOVED)
+def test_movement_has_wide_accesses(name: str, constants: dict[str, Any], arch: int) -> None:
+    width = 128
+    block = {"WIDTH": width, "BLOCK": width}
+    config = jagged._sum_default(width) if "CHUNK" in getattr(jagged, name).arg_names else jagged._default(width, 2)
+    config = dict(config)
+    warps = config.pop("num_warps")
+    compiled = build(getattr(jagged, name), {**constants, **block, **config}, arch, torch.bfloat16, num_warps=warps)
+    text = compiled.asm["ptx"]
+    assert "ld.global.v4" in text, "rows are read 16 bytes at a time"
+    assert name in ("sum_kernel", "finish_kernel") or "st.global.v4" in text, "and so written"
+    if arch == 90:
+        assert resources(compiled)["stack"] == 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("width", "absent"), [(256, ()), (1000, ("RES", "GATE", "DZ_IN", "DGATE"))])
+def test_norms(width: int, absent: tuple[str, ...], backward: bool, arch: int) -> None:
+    kernel = norms.backward_kernel if backward else norms.forward_kernel
+    config = dict(norms.default("norm_backward" if backward else "norm_forward", width))
+    warps, _ = config.pop("num_warps"), config.pop("PROGRAMS", None)
+    constants = {"CENTER": True, "SILU": True, "WIDTH": width, "BLOCK": triton.next_power_of_2(width), **config}
+    constants |= {name: None for name in absent if name in kernel.arg_names}
+    compiled = build(kernel, constants, arch, torch.bfloat16, num_warps=warps)
+    assert "ld.global.v4" in compiled.asm["ptx"]
+    assert "st.global.v4" in compiled.asm["ptx"]
+    if arch == 90:
+        assert resources(compiled)["stack"] == 0

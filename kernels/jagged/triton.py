@@ -1,0 +1,477 @@
+"""Jagged data movement on the GPU: the functions of ``reference.py`` beside this in Triton.
+
+Rows are copied in tiles of several, 16 bytes a thread. Tiles of packed rows ignore where sequences begin and end: each
+row looks up its owner (``kernels/common/rows.py``), so short sequences waste nothing. Sums over sequences are made in
+float32, one program per ``CHUNK`` rows of a sequence, those of longer sequences in a second pass: a fixed order, no
+atomics, so the same bits in every run.
+
+Shapes: X, OUT and the like are matrices of rows of ``WIDTH`` elements; ``st*`` are the strides of their rows.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import memory_tuning
+from kernels.common.rows import rounds, row_owners
+from kernels.common.sequences import find_sequence, sequence_chunk
+from kernels.jagged import reference
+
+_MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
+_SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _tile(WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """First row and columns of this program's tile, and which columns there are."""
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
+    return (tl.program_id(0) // PARTS) * ROWS, c, c < WIDTH
+
+
+@triton.jit
+def _load(X, st, r, live, c, inside):
+    """Rows r of a matrix; zero where not ``live``."""
+    return tl.load(X + r.to(tl.int64)[:, None] * st + c[None, :], mask=live[:, None] & inside[None, :], other=0)
+
+
+@triton.jit
+def _store(X, st, value, r, live, c, inside):
+    mask = live[:, None] & inside[None, :]
+    tl.store(X + r.to(tl.int64)[:, None] * st + c[None, :], value.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def pad_kernel(
+    X, OUT, OFFSETS, rows, length, padding, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``to_padded``; ``rows`` is B times ``length``."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    b = r // length
+    begin = tl.load(OFFSETS + b, mask=live, other=0)
+    end = tl.load(OFFSETS + b + 1, mask=live, other=0)
+    place = begin + (r - b * length)
+    if RIGHT:
+        place = end - length + (r - b * length)
+    real = live & (place >= begin) & (place < end)
+    x = _load(X, stx, place, real, c, inside)
+    x = tl.where(real[:, None], x, tl.full([ROWS, BLOCK], padding, x.dtype))
+    _store(OUT, WIDTH, x, r, live, c, inside)
+
+
+@triton.jit
+def unpad_kernel(
+    X, OUT, OFFSETS, B, rows, length, stb, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``from_padded``; ``rows`` is T, ``stb`` the stride of a sequence."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
+    if RIGHT:
+        place = r - tl.load(OFFSETS + b + 1, mask=live, other=0) + length
+    else:
+        place = r - tl.load(OFFSETS + b, mask=live, other=0)
+    real = live & (place >= 0) & (place < length)
+    pointer = X + b.to(tl.int64)[:, None] * stb + place[:, None] * stx + c[None, :]
+    x = tl.load(pointer, mask=real[:, None] & inside[None, :], other=0)
+    _store(OUT, WIDTH, x, r, live, c, inside)
+
+
+@triton.jit
+def gather_kernel(
+    X, ADD, INDEX, OUT, rows, stx, sta, CHOICES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``gather_rows``, or with ``ADD`` ``embedding_add``; ``rows`` is N."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    if CHOICES == 1 and ADD is None:
+        out = _load(X, stx, tl.load(INDEX + r, mask=live, other=0), live, c, inside)
+    else:
+        out = tl.zeros([ROWS, BLOCK], tl.float32)
+        if ADD is not None:
+            out = _load(ADD, sta, r, live, c, inside).to(tl.float32)
+        for i in tl.static_range(CHOICES):
+            place = tl.load(INDEX + r.to(tl.int64) * CHOICES + i, mask=live, other=0)
+            out += _load(X, stx, place, live, c, inside).to(tl.float32)
+    _store(OUT, WIDTH, out, r, live, c, inside)
+
+
+@triton.jit
+def spread_kernel(
+    X, ADD, OUT, OFFSETS, B, rows, stx, sta, MEAN: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``spread``, or with ``ADD`` ``broadcast_add``; ``rows`` is T."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
+    x = _load(X, stx, b, live, c, inside)
+    if MEAN:
+        begin, end = tl.load(OFFSETS + b, mask=live, other=0), tl.load(OFFSETS + b + 1, mask=live, other=1)
+        x = x.to(tl.float32) * (1.0 / (end - begin).to(tl.float32))[:, None]
+    if ADD is not None:
+        x = x.to(tl.float32) + _load(ADD, sta, r, live, c, inside).to(tl.float32)
+    _store(OUT, WIDTH, x, r, live, c, inside)
+
+
+@triton.jit
+def _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
+    """Of joined rows: whether each is of the first batch, and its place there or in the second."""
+    b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
+    place = r - tl.load(OFFSETS + b, mask=live, other=0)
+    a_begin = tl.load(A_OFFSETS + b, mask=live, other=0)
+    own = tl.load(A_OFFSETS + b + 1, mask=live, other=0) - a_begin
+    first = place < own
+    return first, tl.where(first, a_begin + place, tl.load(B_OFFSETS + b, mask=live, other=0) + place - own)
+
+
+@triton.jit
+def concat_kernel(
+    X, Y, OUT, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, sty, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``concat``; ``OFFSETS`` are those of the result, ``rows`` its number of rows."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    first, place = _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
+    x = _load(X, stx, place, live & first, c, inside)
+    y = _load(Y, sty, place, live & (first == 0), c, inside)
+    _store(OUT, WIDTH, tl.where(first[:, None], x, y), r, live, c, inside)
+
+
+@triton.jit
+def split_kernel(
+    X, OUT, SECOND, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``split``; arguments as in ``concat_kernel``."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    first, place = _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
+    x = _load(X, stx, r, live, c, inside)
+    _store(OUT, WIDTH, x, place, live & first, c, inside)
+    _store(SECOND, WIDTH, x, place, live & (first == 0), c, inside)
+
+
+@triton.jit
+def sequences_kernel(
+    X, OUT, OFFSETS, INDEX, NEW_OFFSETS, N, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``gather_sequences``; ``rows`` is its number of rows."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    n = row_owners(NEW_OFFSETS, N, start, rows, ROWS, ROUNDS)
+    place = r - tl.load(NEW_OFFSETS + n, mask=live, other=0)
+    place += tl.load(OFFSETS + tl.load(INDEX + n, mask=live, other=0), mask=live, other=0)
+    _store(OUT, WIDTH, _load(X, stx, place, live, c, inside), r, live, c, inside)
+
+
+@triton.jit
+def copies_kernel(
+    X, OUT, OFFSETS, STARTS, ORDER, NEW_OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``sum_sequences``: copies ``ORDER[STARTS[b] .. STARTS[b + 1] - 1]`` of sequence b; ``rows`` is T."""
+    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    r = start + tl.arange(0, ROWS)
+    live = r < rows
+    b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
+    place = r - tl.load(OFFSETS + b, mask=live, other=0)
+    begin = tl.load(STARTS + b, mask=live, other=0)
+    count = tl.load(STARTS + b + 1, mask=live, other=0) - begin
+    out = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in range(tl.max(count, 0).to(tl.int32)):
+        some = live & (i < count)
+        copy = begin + i
+        if ORDER is not None:
+            copy = tl.load(ORDER + copy, mask=some, other=0)
+        source = tl.load(NEW_OFFSETS + copy, mask=some, other=0) + place
+        out += _load(X, stx, source, some, c, inside).to(tl.float32)
+    _store(OUT, WIDTH, out, r, live, c, inside)
+
+
+@triton.jit
+def sum_kernel(
+    X, OUT, PARTIAL, OFFSETS, ORDER, B, stx, MEAN: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``segment_sum`` of the rows ``ORDER[i] // CHOICES``; of a sequence of more than ``CHUNK``, parts of the sum.
+
+    The parts of long sequences stand in ``PARTIAL`` at twice the chunk in which they begin, plus 1 but for the first.
+    """
+    tile, c, inside = _tile(WIDTH, 1, BLOCK)
+    b, first, rows, start = sequence_chunk(OFFSETS, B, 0, tile, CHUNK, False, ROUNDS)
+    if (start >= rows) & (start > 0):
+        return
+    lane = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    end = tl.minimum(start + CHUNK, rows)
+    for i in range(start, end, ROWS):
+        r = first + i + lane
+        live = i + lane < end
+        if ORDER is not None:
+            r = tl.load(ORDER + r, mask=live, other=0) // CHOICES
+        acc += _load(X, stx, r, live, c, inside).to(tl.float32)
+    total = tl.sum(acc, 0)
+    if rows <= CHUNK:
+        if MEAN:
+            total = total / tl.maximum(rows, 1).to(tl.float32)
+        tl.store(OUT + b.to(tl.int64) * WIDTH + c, total.to(OUT.dtype.element_ty), mask=inside)
+    else:
+        slot = 2 * ((first + start) // CHUNK) + (start > 0)
+        tl.store(PARTIAL + slot * WIDTH + c, total, mask=inside)
+
+
+@triton.jit
+def finish_kernel(
+    OUT, PARTIAL, OFFSETS, B, MEAN: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the long sequence that begins in a chunk, if one does: it is the last that begins there."""
+    cell, c, inside = _tile(WIDTH, 1, BLOCK)
+    b = find_sequence(OFFSETS, B, cell, CHUNK, 0, ROUNDS)
+    first = tl.load(OFFSETS + b)
+    rows = tl.load(OFFSETS + b + 1) - first
+    if (rows <= CHUNK) | (first // CHUNK != cell):
+        return
+    parts = (rows + CHUNK - 1) // CHUNK
+    lane = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in range(0, parts.to(tl.int32), ROWS):
+        slot = 2 * (cell + i + lane) + (i + lane > 0).to(tl.int32)
+        acc += _load(PARTIAL, WIDTH, slot, i + lane < parts, c, inside)
+    total = tl.sum(acc, 0)
+    if MEAN:
+        total = total / rows.to(tl.float32)
+    tl.store(OUT + b.to(tl.int64) * WIDTH + c, total.to(OUT.dtype.element_ty), mask=inside)
+
+
+def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
+    """See ``reference.to_padded``."""
+    if values.dtype not in _MOVED:
+        return reference.to_padded(values, offsets, max_length, padding, right)
+    rows = (offsets.shape[0] - 1) * max_length
+    out = values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
+    if out.numel():
+        x = _matrix(values)
+        _launch(pad_kernel, rows, x, (x, out, offsets, rows, max_length, float(padding), x.stride(0)), RIGHT=right)
+    return out
+
+
+def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
+    """See ``reference.from_padded``."""
+    if padded.dtype not in _MOVED:
+        return reference.from_padded(padded, offsets, total, right)
+    out = padded.new_empty((total, *padded.shape[2:]))
+    if padded.numel() == 0:
+        return out.zero_()
+    batch, length = padded.shape[:2]
+    if out.numel():
+        x = padded.reshape(batch, length, -1)
+        x = x if x.stride(2) == 1 else x.contiguous()
+        arguments = (x, out, offsets, batch, total, length, x.stride(0), x.stride(1))
+        _launch(unpad_kernel, total, x, arguments, RIGHT=right, ROUNDS=rounds(batch))
+    return out
+
+
+def gather_rows(values: Tensor, index: Tensor) -> Tensor:
+    """See ``reference.gather_rows``."""
+    if values.dtype not in (_MOVED if index.dim() == 1 else _SUMMED):
+        return reference.gather_rows(values, index)
+    return _gather(values, None, index)
+
+
+def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """See ``reference.embedding_add``."""
+    if values.dtype not in _SUMMED:
+        return reference.embedding_add(values, table, index)
+    return _gather(table, values, index)
+
+
+def _gather(values: Tensor, add: Tensor | None, index: Tensor) -> Tensor:
+    out = values.new_empty((index.shape[0], *values.shape[1:]))
+    if out.numel():
+        x, index = _matrix(values), index.contiguous()
+        more = None if add is None else _matrix(add)
+        arguments = (x, more, index, out, index.shape[0], x.stride(0), 0 if more is None else more.stride(0))
+        _launch(gather_kernel, index.shape[0], x, arguments, CHOICES=index.shape[1] if index.dim() == 2 else 1)
+    return out
+
+
+def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tensor:
+    """See ``reference.scatter_sum``; ``rising`` promises that ``index [N]`` does, and saves sorting it."""
+    if values.dtype not in _SUMMED:
+        return reference.scatter_sum(values, index, rows, rising)
+    if rising and index.dim() == 1:
+        return _sum(values, _starts(index, rows), None, 1, False)
+    ordered, order = _sort(index.flatten(), rows)
+    return _sum(values, _starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
+
+
+def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
+    """See ``reference.segment_sum``."""
+    if values.dtype not in _SUMMED:
+        return reference.segment_sum(values, offsets, mean)
+    return _sum(values, offsets, None, 1, mean)
+
+
+def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    """See ``reference.spread``."""
+    if rows.dtype not in (_SUMMED if mean else _MOVED):
+        return reference.spread(rows, offsets, total, mean)
+    return _spread(rows, None, offsets, total, mean)
+
+
+def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
+    """See ``reference.broadcast_add``."""
+    if values.dtype not in _SUMMED:
+        return reference.broadcast_add(values, offsets, dense)
+    return _spread(dense, values, offsets, values.shape[0], False)
+
+
+def _spread(rows: Tensor, add: Tensor | None, offsets: Tensor, total: int, mean: bool) -> Tensor:
+    out = rows.new_empty((total, *rows.shape[1:]))
+    if out.numel():
+        x, batch = _matrix(rows), offsets.shape[0] - 1
+        more = None if add is None else _matrix(add)
+        arguments = (x, more, out, offsets, batch, total, x.stride(0), 0 if more is None else more.stride(0))
+        _launch(spread_kernel, total, x, arguments, MEAN=mean, ROUNDS=rounds(batch))
+    return out
+
+
+def concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    """See ``reference.concat``."""
+    if a.dtype not in _MOVED:
+        return reference.concat(a, b, a_offsets, b_offsets)
+    total, batch = a.shape[0] + b.shape[0], a_offsets.shape[0] - 1
+    out = a.new_empty((total, *a.shape[1:]))
+    if out.numel():
+        x, y, offsets = _matrix(a), _matrix(b), a_offsets + b_offsets
+        arguments = (x, y, out, a_offsets, b_offsets, offsets, batch, total, x.stride(0), y.stride(0))
+        _launch(concat_kernel, total, out.view(total, -1), arguments, ROUNDS=rounds(batch))
+    return out
+
+
+def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.split``."""
+    if values.dtype not in _MOVED:
+        return reference.split(values, a_offsets, b_offsets, a_rows)
+    total, batch = values.shape[0], a_offsets.shape[0] - 1
+    a, b = (values.new_empty((rows, *values.shape[1:])) for rows in (a_rows, total - a_rows))
+    if values.numel():
+        x = _matrix(values)
+        arguments = (x, a, b, a_offsets, b_offsets, a_offsets + b_offsets, batch, total, x.stride(0))
+        _launch(split_kernel, total, x, arguments, ROUNDS=rounds(batch))
+    return a, b
+
+
+def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int) -> Tensor:
+    """See ``reference.gather_sequences``."""
+    if values.dtype not in _MOVED:
+        return reference.gather_sequences(values, offsets, index, new_offsets, total)
+    out = values.new_empty((total, *values.shape[1:]))
+    if out.numel():
+        x, count = _matrix(values), index.shape[0]
+        arguments = (x, out, offsets, index.contiguous(), new_offsets, count, total, x.stride(0))
+        _launch(sequences_kernel, total, x, arguments, ROUNDS=rounds(count))
+    return out
+
+
+def sum_sequences(
+    grad: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int, rising: bool
+) -> Tensor:
+    """See ``reference.sum_sequences``; ``rising`` promises that ``index`` does, and saves sorting it."""
+    if grad.dtype not in _SUMMED:
+        return reference.sum_sequences(grad, offsets, index, new_offsets, total, rising)
+    out, batch, order = grad.new_empty((total, *grad.shape[1:])), offsets.shape[0] - 1, None
+    if out.numel():
+        if not rising:
+            index, order = _sort(index, batch)
+        x = _matrix(grad)
+        arguments = (x, out, offsets, _starts(index, batch), order, new_offsets, batch, total, x.stride(0))
+        _launch(copies_kernel, total, x, arguments, ROUNDS=rounds(batch))
+    return out
+
+
+def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, mean: bool) -> Tensor:
+    batch = offsets.shape[0] - 1
+    out = values.new_empty((batch, *values.shape[1:]))
+    if out.numel() == 0:
+        return out
+    if values.numel() == 0:
+        return out.zero_()
+    x, total = _matrix(values), values.shape[0] * choices
+    config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or _sum_default(x.shape[1])
+    options = {**config, "BLOCK": min(triton.next_power_of_2(x.shape[1]), 512), "ROUNDS": rounds(batch), "MEAN": mean}
+    width, chunk = x.shape[1], config["CHUNK"]
+    parts = triton.cdiv(width, options["BLOCK"])
+    partial = x.new_empty((2 * (total // chunk + 1), width), dtype=torch.float32) if total > chunk else None
+    grid = ((batch + total // chunk + 1) * parts,)
+    sum_kernel[grid](x, out, partial, offsets, order, batch, x.stride(0), CHOICES=choices, WIDTH=width, **options)
+    if partial is not None:
+        finish_kernel[((total // chunk + 1) * parts,)](out, partial, offsets, batch, WIDTH=width, **options)
+    return out
+
+
+def _launch(kernel: Any, rows: int, x: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
+    """Runs a kernel over the tiles of ``rows`` rows as wide as those of ``x``, its last dim."""
+    width = x.shape[-1]
+    config = memory_tuning.find(kernel.fn.__name__, x.device, x.dtype, width, 1) or _default(width, x.element_size())
+    block = _block(width)
+    grid = (triton.cdiv(rows, config["ROWS"]) * triton.cdiv(width, block),)
+    kernel[grid](*arguments, WIDTH=width, BLOCK=block, **constants, **config)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """``[T, ...]`` as ``[T, W]`` with contiguous rows; a copy only where it has to be."""
+    y = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    return y if y.stride(1) == 1 else y.contiguous()
+
+
+def _starts(ordered: Tensor, rows: int) -> Tensor:
+    """Where the entries of each of ``rows`` values begin in a rising index: int64 ``[rows + 1]``."""
+    bounds = torch.arange(rows + 1, device=ordered.device, dtype=ordered.dtype)
+    return torch.searchsorted(ordered, bounds)
+
+
+def _sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The index in rising order and where its entries stood, equal ones in order; short keys sort faster."""
+    key = index.to(torch.int16 if rows < 2**15 else torch.int32)
+    ordered, order = torch.sort(key, stable=True)
+    return ordered.to(torch.int32), order
+
+
+@cache
+def _block(width: int) -> int:
+    return min(triton.next_power_of_2(width), 1024)
+
+
+@cache
+def _default(width: int, size: int) -> dict[str, int]:
+    """16 KB a tile."""
+    return {"ROWS": min(256, max(1, 16384 // (size * _block(width)))), "num_warps": 4}
+
+
+@cache
+def _sum_default(width: int) -> dict[str, int]:
+    return {"CHUNK": 512, "ROWS": min(64, max(1, 4096 // min(triton.next_power_of_2(width), 512))), "num_warps": 4}

@@ -1,0 +1,182 @@
+"""RMS norm and layer norm as a PyTorch operator, ``opengem::norm``, with gate and residual.
+
+Legend: N rows, D width.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.common.operators import operator
+from kernels.norms import reference
+
+
+def _backend(x: Tensor) -> ModuleType:
+    """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
+    if x.is_cuda:
+        from kernels.norms import triton  # not installed with PyTorch for CPU
+
+        if triton.supports(x):
+            return triton
+    return reference
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    act: str = "sigmoid",
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``((x - mean) / sqrt(var + eps) * weight + bias) * act(gate)`` over the last dim, in one pass over memory.
+
+    Args:
+        x: ``[..., D]``. weight, bias: ``[D]`` or none. gate: like x, or none.
+        act: of the gate, ``sigmoid`` or ``silu``.
+        dtype: of the result; default that of x. Sums are made in float32 (float64 for float64) whatever it is.
+
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+    return _apply(x, None, gate, weight, bias, eps, True, act, dtype)[0]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    act: str = "sigmoid",
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight * act(gate)`` over the last dim; arguments as in ``layer_norm``."""
+    return _apply(x, None, gate, weight, None, eps, False, act, dtype)[0]
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    act: str = "sigmoid",
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Layer norm of ``z = x + residual``, and z in the dtype of x, in one pass; arguments as in ``layer_norm``."""
+    return _apply(x, residual, gate, weight, bias, eps, True, act, dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    gate: Tensor | None = None,
+    act: str = "sigmoid",
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """RMS norm of ``z = x + residual``, and z in the dtype of x, in one pass; arguments as in ``layer_norm``."""
+    return _apply(x, residual, gate, weight, None, eps, False, act, dtype)
+
+
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    act: str,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    shape = x.shape
+    if act not in ("sigmoid", "silu"):
+        raise ValueError(f"act must be sigmoid or silu, got {act!r}")
+    for name, other in (("residual", residual), ("gate", gate)):
+        if other is not None and other.shape != shape:
+            raise ValueError(f"{name} {list(other.shape)} must have the shape of x {list(shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.shape != shape[-1:]:
+            raise ValueError(f"{name} {list(other.shape)} must have the width of x {list(shape)}")
+    rows = [None if t is None else t.reshape(-1, shape[-1]) for t in (x, residual, gate)]
+    y, z = _norm(*rows, weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
+    return y.view(shape), z.view(shape) if residual is not None else z
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    act: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return _backend(x).forward(x, residual, gate, weight, bias, eps, center, act, dtype)
+
+
+def _fake_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=rest[-1]), x.new_empty((0,) if residual is None else x.shape)
+
+
+def _backward(
+    grad: Tensor,
+    grad_z: Tensor | None,
+    z: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    act: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backend(z).backward(grad, grad_z, z, gate, weight, bias, eps, center, act)
+
+
+def _fake_backward(grad: Tensor, grad_z: Tensor | None, z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    empty = [z.new_empty((0,)) if t is None else t.new_empty(t.shape) for t in rest[:3]]
+    return z.new_empty(z.shape), empty[0], empty[1], empty[2]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, gate, weight, bias, *options, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x if residual is None else output[1], gate, weight, bias)
+    ctx.options, ctx.residual = options, None if residual is None else residual.dtype
+
+
+def _autograd(ctx: Any, grad: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+    z, gate, weight, bias = ctx.saved_tensors
+    if ctx.residual is None:
+        grad_z = None
+    if grad is None:
+        if grad_z is None:
+            return (None,) * 9
+        grad = torch.zeros_like(z)
+    dz, d_gate, d_weight, d_bias = _norm_backward(grad, grad_z, z, gate, weight, bias, *ctx.options)
+    return (
+        dz,
+        None if ctx.residual is None else dz.to(ctx.residual),
+        None if gate is None else d_gate,
+        None if weight is None else d_weight,
+        None if bias is None else d_bias,
+        *(None,) * 4,
+    )
+
+
+_norm_backward = operator("norm_backward", _backward, _fake_backward)
+_norm = operator("norm", _forward, _fake_forward, backward=_autograd, setup_context=_setup_context)

@@ -1,0 +1,227 @@
+"""Norms on the GPU: the functions of ``reference.py`` beside this in Triton.
+
+A program has a tile of whole rows in registers: every tensor is read once and written once. Nothing but z is saved for
+backward, which makes the statistics of a row again while it has it. There, a program takes one tile after another, all
+``PROGRAMS`` apart, and keeps its own sums for the gradients of weight and bias; they are added up afterwards in a fixed
+order, so gradients have the same bits in every run.
+
+Shapes: X, RES, GATE, Y, Z and their gradients ``[N, WIDTH]``, W, BIAS ``[WIDTH]``, PARTIAL ``[2, programs, WIDTH]``;
+``st*`` are strides of rows of what is passed in, results are packed.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import memory_tuning
+
+WIDEST = 8192
+"""The widest rows of the kernels."""
+
+
+@triton.jit
+def _load(X, st, r, live, c, inside):
+    mask = live[:, None] & inside[None, :]
+    return tl.load(X + r.to(tl.int64)[:, None] * st + c[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(X, value, r, live, c, inside, WIDTH: tl.constexpr):
+    mask = live[:, None] & inside[None, :]
+    tl.store(X + r.to(tl.int64)[:, None] * WIDTH + c[None, :], value.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _normalise(z, inside, eps, WIDTH: tl.constexpr, CENTER: tl.constexpr):
+    """u, and what z was multiplied by ``[ROWS, 1]``; columns that are not ``inside`` stay zero."""
+    if CENTER:
+        mean = tl.sum(z, 1) / WIDTH
+        z = tl.where(inside[None, :], z - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(z * z, 1) / WIDTH + eps)[:, None]
+    return z * scale, scale
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def forward_kernel(
+    X, RES, GATE, W, BIAS, Y, Z, rows, eps, stx, ste, stg, CENTER: tl.constexpr, SILU: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program has ``ROWS`` rows."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, BLOCK)
+    live, inside = r < rows, c < WIDTH
+    z = _load(X, stx, r, live, c, inside)
+    if RES is not None:
+        z = (z + _load(RES, ste, r, live, c, inside)).to(Z.dtype.element_ty)
+        _store(Z, z, r, live, c, inside, WIDTH)
+        z = z.to(tl.float32)  # as it is saved, so that backward sees the same
+    if GATE is not None:
+        gate = _load(GATE, stg, r, live, c, inside)
+    y, _ = _normalise(z, inside, eps, WIDTH, CENTER)
+    if W is not None:
+        y = y * tl.load(W + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS is not None:
+        y = y + tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATE is not None:
+        s = _sigmoid(gate)
+        if SILU:
+            s = s * gate
+        y = y * s
+    _store(Y, y, r, live, c, inside, WIDTH)
+
+
+@triton.jit
+def backward_kernel(
+    DY, DZ_IN, Z, GATE, W, BIAS, DZ, DGATE, PARTIAL, rows, eps, std, sti, stz, stg, CENTER: tl.constexpr,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program has every so many-th tile of ``ROWS`` rows."""
+    c = tl.arange(0, BLOCK)
+    inside = c < WIDTH
+    d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    d_bias = d_weight
+    if W is not None:
+        weight = tl.load(W + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS is not None and GATE is not None:
+        bias = tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        r = start + tl.arange(0, ROWS)
+        live = r < rows
+        z = _load(Z, stz, r, live, c, inside)
+        g = _load(DY, std, r, live, c, inside)
+        u, scale = _normalise(z, inside, eps, WIDTH, CENTER)
+        if GATE is not None:
+            gate = _load(GATE, stg, r, live, c, inside)
+            s = _sigmoid(gate)
+            slope = s * (1.0 - s)
+            if SILU:
+                slope = s + gate * slope
+                s = s * gate
+            y = u
+            if W is not None:
+                y = y * weight
+            if BIAS is not None:
+                y = y + bias
+            _store(DGATE, g * y * slope, r, live, c, inside, WIDTH)
+            g = g * s
+        if W is not None:
+            d_weight += g * u
+        if BIAS is not None:
+            d_bias += g
+        if W is not None:
+            g = g * weight
+        dz = g - u * (tl.sum(g * u, 1) / WIDTH)[:, None]
+        if CENTER:
+            dz = dz - (tl.sum(g, 1) / WIDTH)[:, None]
+        dz = dz * scale
+        if DZ_IN is not None:
+            dz = dz + _load(DZ_IN, sti, r, live, c, inside)
+        _store(DZ, dz, r, live, c, inside, WIDTH)
+    if W is not None:
+        tl.store(PARTIAL + tl.program_id(0) * WIDTH + c, tl.sum(d_weight, 0), mask=inside)
+    if BIAS is not None:
+        place = (tl.num_programs(0) + tl.program_id(0)) * WIDTH
+        tl.store(PARTIAL + place + c, tl.sum(d_bias, 0), mask=inside)
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the kernels take these rows: 16-bit and float32, of at most ``WIDEST`` elements."""
+    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[1] <= WIDEST
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    act: str,
+    dtype: torch.dtype,
+    config: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y and z; see ``reference.forward``."""
+    rows, width = x.shape
+    y = x.new_empty(x.shape, dtype=dtype)
+    z = x.new_empty((0,) if residual is None else x.shape)
+    if y.numel():
+        config = config or _config("norm_forward", x)
+        x, residual, gate = _rows(x), _rows(residual), _rows(gate)
+        forward_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+            x, residual, gate, weight, bias, y, z, rows, eps, x.stride(0), _stride(residual), _stride(gate),
+            center, act == "silu", width, triton.next_power_of_2(width), **config,
+        )  # fmt: skip
+    return y, z
+
+
+def backward(
+    grad: Tensor,
+    grad_z: Tensor | None,
+    z: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    center: bool,
+    act: str,
+    config: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of z, gate, weight and bias; see ``reference.backward``."""
+    rows, width = z.shape
+    dz = z.new_empty(z.shape)
+    d_gate, d_weight, d_bias = (z.new_empty((0,)) if t is None else t.new_empty(t.shape) for t in (gate, weight, bias))
+    if dz.numel() == 0:
+        return dz, d_gate, d_weight.zero_(), d_bias.zero_()
+    options = dict(config or _config("norm_backward", z))
+    programs = min(triton.cdiv(rows, options["ROWS"]), options.pop("PROGRAMS") * _processors(z.device))
+    partial = z.new_empty((2, programs, width), dtype=torch.float32)
+    grad, grad_z, z, gate = _rows(grad), _rows(grad_z), _rows(z), _rows(gate)
+    backward_kernel[(programs,)](
+        grad, grad_z, z, gate, weight, bias, dz, d_gate, partial, rows, eps,
+        grad.stride(0), _stride(grad_z), z.stride(0), _stride(gate),
+        center, act == "silu", width, triton.next_power_of_2(width), **options,
+    )  # fmt: skip
+    if weight is not None:
+        d_weight = partial[0].sum(0).to(weight.dtype)
+    if bias is not None:
+        d_bias = partial[1].sum(0).to(bias.dtype)
+    return dz, d_gate, d_weight, d_bias
+
+
+def _rows(x: Any) -> Any:
+    return x if x is None or x.stride(1) == 1 else x.contiguous()
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def _config(kernel: str, x: Tensor) -> dict[str, int]:
+    return memory_tuning.find(kernel, x.device, x.dtype, x.shape[1], 1) or default(kernel, x.shape[1])
+
+
+@cache
+def default(kernel: str, width: int) -> dict[str, int]:
+    """A tile of about 4,096 elements, half of that backward; ``PROGRAMS``: for each multiprocessor."""
+    block, backwards = triton.next_power_of_2(width), kernel == "norm_backward"
+    rows = max(1, (2048 if backwards else 4096) // block)
+    return {"ROWS": rows, "num_warps": 4 if block <= 2048 else 8} | ({"PROGRAMS": 8} if backwards else {})
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
