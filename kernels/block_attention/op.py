@@ -87,8 +87,7 @@ def _forward(
     frequencies: Tensor | None,
     scale: float,
 ) -> Tensor:
-    with torch.autocast(q.device.type, enabled=False):
-        return _backend(q).forward(q, k, v, offsets, positions, frequencies, scale)
+    return _backend(q).forward(q, k, v, offsets, positions, frequencies, scale)
 
 
 def _backward(
@@ -101,9 +100,7 @@ def _backward(
     frequencies: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.autocast(q.device.type, enabled=False):
-        gradients = _backend(q).backward(grad, q, k, v, offsets, positions, frequencies, scale)
-    dq, dk, dv = (x.to(q.dtype) for x in gradients)
+    dq, dk, dv = _backend(q).backward(grad, q, k, v, offsets, positions, frequencies, scale)
     return dq, dk, dv
 
 

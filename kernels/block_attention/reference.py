@@ -35,7 +35,8 @@ def forward(
     if positions is not None and frequencies is not None:
         turn = angles(positions, frequencies, compute_dtype(q.dtype))
         q, k = rotate(q, turn), rotate(k, turn)
-    return jagged_reference.forward(q, k, v, blocks, blocks, scale, False, -1)[0].to(v.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        return jagged_reference.forward(q, k, v, blocks, blocks, scale, False, -1)[0].to(v.dtype)
 
 
 def backward(
@@ -49,17 +50,19 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    dtype, blocks, turn = compute_dtype(q.dtype), block_offsets(offsets), None
+    given, blocks, turn = q.dtype, block_offsets(offsets), None
+    dtype = compute_dtype(given)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     if positions is not None and frequencies is not None:
         turn = angles(positions, frequencies, dtype)
         q, k = rotate(q, turn), rotate(k, turn)
     choice = (blocks, blocks, scale, False, -1)
-    out, lse = jagged_reference.forward(q, k, v, *choice)
-    dq, dk, dv = jagged_reference.backward(grad, q, k, v, out, lse, *choice)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = jagged_reference.forward(q, k, v, *choice)
+        dq, dk, dv = jagged_reference.backward(grad, q, k, v, out, lse, *choice)
     if turn is not None:
         dq, dk = rotate(dq, -turn), rotate(dk, -turn)
-    return dq, dk, dv
+    return dq.to(given), dk.to(given), dv.to(given)
 
 
 def block_offsets(offsets: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def _probabilities(s, logit, keys, BLOCK: tl.constexpr):
     return p, tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def forward_kernel(
     Q, K, V, OUT, OFFSETS, POSITIONS, FREQUENCIES, B, scale, stq, shq, stk, shk, stv, shv,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
@@ -132,7 +132,7 @@ def forward_kernel(
     store_rows(OUT + (first * HEADS + h) * D, out, HEADS * D, start, rows, D, BLOCK, WIDE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def backward_kernel(
     Q, K, V, DO, DQ, DK, DV, OFFSETS, POSITIONS, FREQUENCIES, B, scale, stq, shq, stk, shk, stv, shv, std, shd,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, WIDE: tl.constexpr,
@@ -204,7 +204,6 @@ def forward(
     positions: Tensor | None,
     frequencies: Tensor | None,
     scale: float,
-    config: dict[str, Any] | None = None,
 ) -> Tensor:
     """Output ``[T, H, d]``; see ``reference.forward``."""
     total, heads, width = q.shape
@@ -215,7 +214,7 @@ def forward(
     positions, frequencies, columns = _rotary(positions, frequencies)
     batch = offsets.shape[0] - 1
     constants = _constants(width, q.dtype == torch.float32, columns, BLOCK)
-    options = config or _config("block_forward", q, 1)
+    options = _config("block_forward", q, 1, columns)
     forward_kernel[((total // BLOCK + batch) * heads,)](
         q, k, v, out, offsets, positions, frequencies, batch, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -233,7 +232,6 @@ def backward(
     positions: Tensor | None,
     frequencies: Tensor | None,
     scale: float,
-    config: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; see ``reference.backward``."""
     total, heads, width = q.shape
@@ -243,8 +241,12 @@ def backward(
     q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
     positions, frequencies, columns = _rotary(positions, frequencies)
     batch, key_heads = offsets.shape[0] - 1, k.shape[1]
+    if key_heads < heads and q.dtype == torch.float32:  # several query heads in float32 do not fit shared memory
+        k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
+        dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
+        return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
     constants = _constants(width, q.dtype == torch.float32, columns, BLOCK)
-    options = config or _config("block_backward", q, heads // key_heads)
+    options = _config("block_backward", q, heads // key_heads, columns)
     backward_kernel[((total // BLOCK + batch) * key_heads,)](
         q, k, v, grad, dq, dk, dv, offsets, positions, frequencies, batch, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), grad.stride(0), grad.stride(1),
@@ -280,8 +282,9 @@ def _constants(width: int, exact: bool, columns: int, block: int) -> dict[str, A
     }
 
 
-def _config(kernel: str, q: Tensor, group: int) -> dict[str, Any]:
-    found = memory_tuning.find(kernel, q.device, q.dtype, q.shape[2], group)
+def _config(kernel: str, q: Tensor, group: int, columns: int) -> dict[str, Any]:
+    name = f"{kernel}_rotary" if columns else kernel
+    found = memory_tuning.find(name, q.device, q.dtype, q.shape[2], 1) if group == 1 else None
     return found or {"num_warps": default_warps(q.shape[2], group)}
 
 

@@ -7,6 +7,8 @@ configurations whose results it had checked first. A shape that is not there tak
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,18 @@ from kernels.common.tuning import device_name
 
 TUNED = Path(__file__).with_name("memory_tuned.json")
 
+_FORCED: dict[str, dict[str, Any]] = {}
+
+
+@contextmanager
+def forced(kernel: str, configuration: dict[str, Any]) -> Iterator[None]:
+    """Lets a kernel run with this configuration, for the tuner and for tests."""
+    _FORCED[kernel] = configuration
+    try:
+        yield
+    finally:
+        del _FORCED[kernel]
+
 
 def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, length: int) -> dict[str, Any] | None:
     """The tuned configuration of a launch, or the nearest in width, then in length; ``None`` if there is none.
@@ -25,6 +39,8 @@ def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, leng
         kernel: name of the kernel, the first part of a row's key.
         width: elements of a row. length: mean rows of a sequence, or 1 where there are no sequences.
     """
+    if kernel in _FORCED:
+        return _FORCED[kernel]
     return _find(kernel, device_name(device), dtype, bucket(width), bucket(length))
 
 

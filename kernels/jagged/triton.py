@@ -27,6 +27,7 @@ from kernels.jagged import reference
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
+_VARYING = ["B", "N", "rows", "length"]  # a batch's own numbers: one compiled kernel serves all of them
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _store(X, st, value, r, live, c, inside):
     tl.store(X + r.to(tl.int64)[:, None] * st + c[None, :], value.to(X.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def pad_kernel(
     X, OUT, OFFSETS, rows, length, padding, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,7 +71,7 @@ def pad_kernel(
     _store(OUT, WIDTH, x, r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def unpad_kernel(
     X, OUT, OFFSETS, B, rows, length, stb, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROUNDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,7 +91,7 @@ def unpad_kernel(
     _store(OUT, WIDTH, x, r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def gather_kernel(
     X, ADD, INDEX, OUT, rows, stx, sta, CHOICES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,7 +112,7 @@ def gather_kernel(
     _store(OUT, WIDTH, out, r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def spread_kernel(
     X, ADD, OUT, OFFSETS, B, rows, stx, sta, MEAN: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -141,7 +142,7 @@ def _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS: tl.con
     return first, tl.where(first, a_begin + place, tl.load(B_OFFSETS + b, mask=live, other=0) + place - own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def concat_kernel(
     X, Y, OUT, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, sty, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -156,7 +157,7 @@ def concat_kernel(
     _store(OUT, WIDTH, tl.where(first[:, None], x, y), r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def split_kernel(
     X, OUT, SECOND, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -171,7 +172,7 @@ def split_kernel(
     _store(SECOND, WIDTH, x, place, live & (first == 0), c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def sequences_kernel(
     X, OUT, OFFSETS, INDEX, NEW_OFFSETS, N, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -186,10 +187,10 @@ def sequences_kernel(
     _store(OUT, WIDTH, _load(X, stx, place, live, c, inside), r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def copies_kernel(
     X, OUT, OFFSETS, STARTS, ORDER, NEW_OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``sum_sequences``: copies ``ORDER[STARTS[b] .. STARTS[b + 1] - 1]`` of sequence b; ``rows`` is T."""
     start, c, inside = _tile(WIDTH, ROWS, BLOCK)
@@ -200,7 +201,7 @@ def copies_kernel(
     begin = tl.load(STARTS + b, mask=live, other=0)
     count = tl.load(STARTS + b + 1, mask=live, other=0) - begin
     out = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in range(tl.max(count, 0).to(tl.int32)):
+    for i in tl.range(0, tl.max(count, 0).to(tl.int32), num_stages=STAGES):
         some = live & (i < count)
         copy = begin + i
         if ORDER is not None:
@@ -210,10 +211,10 @@ def copies_kernel(
     _store(OUT, WIDTH, out, r, live, c, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def sum_kernel(
     X, OUT, PARTIAL, OFFSETS, ORDER, B, stx, MEAN: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
-    ROUNDS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``segment_sum`` of the rows ``ORDER[i] // CHOICES``; of a sequence of more than ``CHUNK``, parts of the sum.
 
@@ -226,7 +227,7 @@ def sum_kernel(
     lane = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     end = tl.minimum(start + CHUNK, rows)
-    for i in range(start, end, ROWS):
+    for i in tl.range(start, end, ROWS, num_stages=STAGES):
         r = first + i + lane
         live = i + lane < end
         if ORDER is not None:
@@ -238,14 +239,15 @@ def sum_kernel(
             total = total / tl.maximum(rows, 1).to(tl.float32)
         tl.store(OUT + b.to(tl.int64) * WIDTH + c, total.to(OUT.dtype.element_ty), mask=inside)
     else:
-        slot = 2 * ((first + start) // CHUNK) + (start > 0)
-        tl.store(PARTIAL + slot * WIDTH + c, total, mask=inside)
+        if PARTIAL is not None:
+            slot = 2 * ((first + start) // CHUNK) + (start > 0)
+            tl.store(PARTIAL + slot * WIDTH + c, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def finish_kernel(
     OUT, PARTIAL, OFFSETS, B, MEAN: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum of the long sequence that begins in a chunk, if one does: it is the last that begins there."""
     cell, c, inside = _tile(WIDTH, 1, BLOCK)
@@ -421,10 +423,10 @@ def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, me
     if values.numel() == 0:
         return out.zero_()
     x, total = _matrix(values), values.shape[0] * choices
-    config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or _sum_default(x.shape[1])
-    options = {**config, "BLOCK": min(triton.next_power_of_2(x.shape[1]), 512), "ROUNDS": rounds(batch), "MEAN": mean}
+    config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or sum_default(x.shape[1])
+    options = {**config, "BLOCK": min(_block(x.shape[1]), 512), "ROUNDS": rounds(batch), "MEAN": mean}
     width, chunk = x.shape[1], config["CHUNK"]
-    parts = triton.cdiv(width, options["BLOCK"])
+    parts = -(-width // options["BLOCK"])
     partial = x.new_empty((2 * (total // chunk + 1), width), dtype=torch.float32) if total > chunk else None
     grid = ((batch + total // chunk + 1) * parts,)
     sum_kernel[grid](x, out, partial, offsets, order, batch, x.stride(0), CHOICES=choices, WIDTH=width, **options)
@@ -436,9 +438,11 @@ def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, me
 def _launch(kernel: Any, rows: int, x: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
     """Runs a kernel over the tiles of ``rows`` rows as wide as those of ``x``, its last dim."""
     width = x.shape[-1]
-    config = memory_tuning.find(kernel.fn.__name__, x.device, x.dtype, width, 1) or _default(width, x.element_size())
+    config = memory_tuning.find(kernel.fn.__name__, x.device, x.dtype, width, 1)
+    if config is None:
+        config = default(width, x.element_size(), kernel is copies_kernel)
     block = _block(width)
-    grid = (triton.cdiv(rows, config["ROWS"]) * triton.cdiv(width, block),)
+    grid = (-(-rows // config["ROWS"]) * -(-width // block),)
     kernel[grid](*arguments, WIDTH=width, BLOCK=block, **constants, **config)
 
 
@@ -467,11 +471,14 @@ def _block(width: int) -> int:
 
 
 @cache
-def _default(width: int, size: int) -> dict[str, int]:
-    """16 KB a tile."""
-    return {"ROWS": min(256, max(1, 16384 // (size * _block(width)))), "num_warps": 4}
+def default(width: int, size: int, loop: bool) -> dict[str, int]:
+    """16 KB a tile; ``loop``: of a kernel that goes over several."""
+    config = {"ROWS": min(256, max(1, 16384 // (size * _block(width)))), "num_warps": 4}
+    return config | {"STAGES": 1} if loop else config
 
 
 @cache
-def _sum_default(width: int) -> dict[str, int]:
-    return {"CHUNK": 512, "ROWS": min(64, max(1, 4096 // min(triton.next_power_of_2(width), 512))), "num_warps": 4}
+def sum_default(width: int) -> dict[str, int]:
+    """4,096 elements at a time."""
+    rows = min(64, max(1, 4096 // min(triton.next_power_of_2(width), 512)))
+    return {"CHUNK": 512, "ROWS": rows, "num_warps": 4, "STAGES": 1}

@@ -35,11 +35,7 @@ def forward(
     """
     precise = compute_dtype(x.dtype)
     z = x if residual is None else (x.to(precise) + residual.to(precise)).to(x.dtype)
-    y = _normalise(z.to(precise), eps, center)[0]
-    if weight is not None:
-        y = y * weight.to(precise)
-    if bias is not None:
-        y = y + bias.to(precise)
+    y = _affine(_normalise(z.to(precise), eps, center)[0], weight, bias)
     if gate is not None:
         y = y * _activate(gate.to(precise), act)[0]
     return y.to(dtype), z if residual is not None else x.new_empty((0,))
@@ -67,9 +63,7 @@ def backward(
     d_gate, d_weight, d_bias = empty, empty, empty
     if gate is not None:
         value, slope = _activate(gate.to(precise), act)
-        y = u if weight is None else u * weight.to(precise)
-        y = y if bias is None else y + bias.to(precise)
-        d_gate = (g * y * slope).to(gate.dtype)
+        d_gate = (g * _affine(u, weight, bias) * slope).to(gate.dtype)
         g = g * value
     if weight is not None:
         d_weight = (g * u).sum(0).to(weight.dtype)
@@ -86,10 +80,16 @@ def backward(
     return dz.to(z.dtype), d_gate, d_weight, d_bias
 
 
+def _affine(u: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    u = u if weight is None else u * weight.to(u.dtype)
+    return u if bias is None else u + bias.to(u.dtype)
+
+
 def _normalise(z: Tensor, eps: float, center: bool) -> tuple[Tensor, Tensor]:
     """u, and what z was multiplied by."""
     if center:
-        z = z - z.mean(1, keepdim=True)
+        u, _, scale = torch.native_layer_norm(z, [z.shape[1]], None, None, eps)
+        return u, scale
     scale = torch.rsqrt(z.square().mean(1, keepdim=True) + eps)
     return z * scale, scale
 

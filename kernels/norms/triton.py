@@ -53,7 +53,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     X, RES, GATE, W, BIAS, Y, Z, rows, eps, stx, ste, stg, CENTER: tl.constexpr, SILU: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -82,10 +82,10 @@ def forward_kernel(
     _store(Y, y, r, live, c, inside, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
     DY, DZ_IN, Z, GATE, W, BIAS, DZ, DGATE, PARTIAL, rows, eps, std, sti, stz, stg, CENTER: tl.constexpr,
-    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile of ``ROWS`` rows."""
     c = tl.arange(0, BLOCK)
@@ -96,7 +96,7 @@ def backward_kernel(
         weight = tl.load(W + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     if BIAS is not None and GATE is not None:
         bias = tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)[None, :]
-    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)
         live = r < rows
         z = _load(Z, stz, r, live, c, inside)
@@ -151,18 +151,17 @@ def forward(
     center: bool,
     act: str,
     dtype: torch.dtype,
-    config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and z; see ``reference.forward``."""
     rows, width = x.shape
     y = x.new_empty(x.shape, dtype=dtype)
     z = x.new_empty((0,) if residual is None else x.shape)
     if y.numel():
-        config = config or _config("norm_forward", x)
+        config = _config("norm_forward", x)
         x, residual, gate = _rows(x), _rows(residual), _rows(gate)
-        forward_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+        forward_kernel[(-(-rows // config["ROWS"]),)](
             x, residual, gate, weight, bias, y, z, rows, eps, x.stride(0), _stride(residual), _stride(gate),
-            center, act == "silu", width, triton.next_power_of_2(width), **config,
+            center, act == "silu", width, _block(width), **config,
         )  # fmt: skip
     return y, z
 
@@ -177,7 +176,6 @@ def backward(
     eps: float,
     center: bool,
     act: str,
-    config: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of z, gate, weight and bias; see ``reference.backward``."""
     rows, width = z.shape
@@ -185,14 +183,14 @@ def backward(
     d_gate, d_weight, d_bias = (z.new_empty((0,)) if t is None else t.new_empty(t.shape) for t in (gate, weight, bias))
     if dz.numel() == 0:
         return dz, d_gate, d_weight.zero_(), d_bias.zero_()
-    options = dict(config or _config("norm_backward", z))
-    programs = min(triton.cdiv(rows, options["ROWS"]), options.pop("PROGRAMS") * _processors(z.device))
+    options = dict(_config("norm_backward", z))
+    programs = min(-(-rows // options["ROWS"]), options.pop("PROGRAMS") * _processors(z.device))
     partial = z.new_empty((2, programs, width), dtype=torch.float32)
     grad, grad_z, z, gate = _rows(grad), _rows(grad_z), _rows(z), _rows(gate)
     backward_kernel[(programs,)](
         grad, grad_z, z, gate, weight, bias, dz, d_gate, partial, rows, eps,
         grad.stride(0), _stride(grad_z), z.stride(0), _stride(gate),
-        center, act == "silu", width, triton.next_power_of_2(width), **options,
+        center, act == "silu", width, _block(width), **options,
     )  # fmt: skip
     if weight is not None:
         d_weight = partial[0].sum(0).to(weight.dtype)
@@ -214,11 +212,16 @@ def _config(kernel: str, x: Tensor) -> dict[str, int]:
 
 
 @cache
+def _block(width: int) -> int:
+    return triton.next_power_of_2(width)
+
+
+@cache
 def default(kernel: str, width: int) -> dict[str, int]:
     """A tile of about 4,096 elements, half of that backward; ``PROGRAMS``: for each multiprocessor."""
     block, backwards = triton.next_power_of_2(width), kernel == "norm_backward"
     rows = max(1, (2048 if backwards else 4096) // block)
-    return {"ROWS": rows, "num_warps": 4 if block <= 2048 else 8} | ({"PROGRAMS": 8} if backwards else {})
+    return {"ROWS": rows, "num_warps": 4 if block <= 2048 else 8} | ({"PROGRAMS": 8, "STAGES": 1} if backwards else {})
 
 
 @cache

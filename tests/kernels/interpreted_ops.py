@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_triton
+from kernels.common.memory_tuning import forced
 from kernels.jagged import reference as jagged_reference
 from kernels.jagged import triton as jagged_triton
 from kernels.norms import reference as norm_reference
@@ -182,8 +183,9 @@ def norms() -> None:
                 choice = (0.1, center, act)
                 to_z, rest_z = (grad_z, grad_z.double()) if "r" in has else (None, None)
                 source, exact_source = (x, exact[0]) if rest is None else (z, want_z)
-                config = {"ROWS": 8, "num_warps": 4, "PROGRAMS": 3}
-                got = norm_triton.backward(grad, to_z, source, *parts, *choice, config)
+                config = {"ROWS": 8, "num_warps": 4, "PROGRAMS": 3, "STAGES": 2}
+                with forced("norm_backward", config):
+                    got = norm_triton.backward(grad, to_z, source, *parts, *choice)
                 want = norm_reference.backward(grad.double(), rest_z, exact_source, *exact[2:], *choice)
                 for a, b in zip(got, want, strict=True):
                     close(a, b, 4 * TOLERANCE)  # differences of sums

@@ -85,6 +85,7 @@ MOVED = [
     ("sequences_kernel", {"ROUNDS": 2}),
     ("copies_kernel", {"ROUNDS": 2}),
     ("sum_kernel", {"ROUNDS": 2, "MEAN": True, "CHOICES": 1, "ORDER": None}),
+    ("sum_kernel", {"ROUNDS": 2, "MEAN": False, "CHOICES": 2, "PARTIAL": None}),
     ("finish_kernel", {"ROUNDS": 2, "MEAN": True}),
 ]
 
@@ -94,8 +95,8 @@ MOVED = [
 def test_movement_has_wide_accesses(name: str, constants: dict[str, Any], arch: int) -> None:
     width = 128
     block = {"WIDTH": width, "BLOCK": width}
-    config = jagged._sum_default(width) if "CHUNK" in getattr(jagged, name).arg_names else jagged._default(width, 2)
-    config = dict(config)
+    names = getattr(jagged, name).arg_names
+    config = dict(jagged.sum_default(width) if "CHUNK" in names else jagged.default(width, 2, "STAGES" in names))
     warps = config.pop("num_warps")
     compiled = build(getattr(jagged, name), {**constants, **block, **config}, arch, torch.bfloat16, num_warps=warps)
     text = compiled.asm["ptx"]

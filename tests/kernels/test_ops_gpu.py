@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import jagged
 from kernels.block_attention import block_attention
 from kernels.jagged import offsets_from_lengths
+from kernels.norms import add_layer_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -101,3 +103,130 @@ def test_block_attention_beyond_two_billion_elements() -> None:
     (want_gradient,) = torch.autograd.grad(want, last, last.detach())
     for got, exact in ((out[-150:], want), (gradient[-150:], want_gradient)):
         assert (got.double() - exact).norm() / exact.norm() < TOLERANCE[torch.bfloat16]
+
+
+OTHER = [2, 5, 0, 64, 3, 700, 1, 0, 40]
+INDEX = [0, 0, 2, 2, 2, 3, 8]
+MOVEMENTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "to_padded": lambda x, y, dense: jagged.to_padded(x, offsets_of(LENGTHS), 100, 2.0),
+    "from_padded": lambda x, y, dense: jagged.from_padded(dense[:, None] + x[:70], offsets_of(LENGTHS), x.shape[0]),
+    "last_k": lambda x, y, dense: jagged.last_k(x, offsets_of(LENGTHS), 5)[0],
+    "concat": lambda x, y, dense: jagged.concat(x, offsets_of(LENGTHS), y, offsets_of(OTHER))[0],
+    "split": lambda x, y, dense: torch.cat(
+        jagged.split(torch.cat([x, y]), offsets_of(LENGTHS), offsets_of(OTHER), x.shape[0])[::-1]
+    ),
+    "broadcast_add": lambda x, y, dense: jagged.broadcast_add(x, offsets_of(LENGTHS), dense),
+    "segment_sum": lambda x, y, dense: jagged.segment_sum(x, offsets_of(LENGTHS)),
+    "segment_mean": lambda x, y, dense: jagged.segment_mean(y, offsets_of(OTHER)),
+    "gather_rows": lambda x, y, dense: jagged.gather_rows(x, torch.arange(2000, device="cuda") * 7 % 900),
+    "gather_rows, rising": lambda x, y, dense: jagged.gather_rows(
+        x, torch.arange(2000, device="cuda") // 700, rising=True
+    ),
+    "gather_sequences": lambda x, y, dense: jagged.gather_sequences(
+        x, offsets_of(LENGTHS), torch.tensor(INDEX[::-1], device="cuda"), total=2 + 1 + 3 * 700 + 6
+    )[0],
+    "gather_sequences, rising": lambda x, y, dense: jagged.gather_sequences(
+        x, offsets_of(LENGTHS), torch.tensor(INDEX, device="cuda"), total=2 + 1 + 3 * 700 + 6, rising=True
+    )[0],
+    "embedding_add": lambda x, y, dense: jagged.embedding_add(
+        x, dense, torch.arange(2 * x.shape[0], device="cuda").view(-1, 2) % 9
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_movement(name: str, dtype: torch.dtype) -> None:
+    for width in (1, 48, 1100):
+        inputs = (
+            random(sum(LENGTHS), 2, width, dtype=dtype)[:, 0],
+            random(sum(OTHER), width, dtype=dtype, seed=2),
+            random(len(LENGTHS), width, dtype=dtype, seed=3),
+        )
+        needed = [i for i in range(3) if f"{'xyd'[i]}" in used(name)]
+        call = MOVEMENTS[name]
+
+        def op(*tensors: Tensor, call=call, needed=needed, inputs=inputs) -> Tensor:  # type: ignore[no-untyped-def]
+            full = list(inputs)
+            for place, tensor in zip(needed, tensors, strict=True):
+                full[place] = tensor
+            return call(*full)
+
+        compare(op, [inputs[i] for i in needed], dtype)
+
+
+def used(name: str) -> str:
+    """Which of x, y and dense an entry of ``MOVEMENTS`` reads."""
+    two = {"concat": "xy", "split": "xy", "segment_mean": "y"}
+    return two.get(name, "xd" if name in ("from_padded", "broadcast_add", "embedding_add") else "x")
+
+
+def test_movement_is_the_same_in_every_run_and_never_waits() -> None:
+    offsets, other = offsets_of([16384, 0, 300, *range(40)]), offsets_of([3] * 43)
+    rows = int(offsets[-1])
+    index = torch.randint(50, (rows, 2), device="cuda")
+    requests = torch.arange(43, device="cuda") // 2
+    total = int(offsets.diff()[requests].sum())
+    x, y, table = random(rows, 64), random(129, 64, seed=1), random(50, 64, seed=2)
+
+    def op(x: Tensor, y: Tensor, table: Tensor) -> Tensor:
+        joined, joined_offsets = jagged.concat(jagged.embedding_add(x, table, index), offsets, y, other)
+        mean = jagged.segment_mean(joined, joined_offsets)
+        taken, _ = jagged.gather_sequences(x, offsets, requests, total=total, rising=True)
+        return jagged.broadcast_add(x, offsets, mean).sum(0) + jagged.last_k(taken, offsets, 2)[0].sum((0, 1))
+
+    twice(op, (x, y, table))
+
+
+def test_movement_beyond_two_billion_elements() -> None:
+    offsets = offsets_of([2**23, 40, 3])
+    x = torch.empty(2**23 + 43, 260, dtype=torch.bfloat16, device="cuda").normal_()
+    assert x.numel() > 2**31
+    index = torch.arange(2**23 + 43, device="cuda")
+    assert torch.equal(jagged.gather_rows(x, index), x)
+    assert torch.equal(jagged.to_padded(x, offsets, 2)[2], x[-3:-1])
+    total = jagged.segment_sum(x, offsets)
+    assert torch.equal(total[1:], jagged.segment_sum(x[2**23 :].clone(), offsets_of([40, 3])))
+    exact = sum(part.double().sum(0) for part in x[: 2**23].split(2**20))
+    assert (total[0].double() - exact).norm() / exact.norm() < TOLERANCE[torch.bfloat16]
+    a, b = jagged.split(x, offsets, torch.zeros_like(offsets), x.shape[0])
+    assert torch.equal(a, x)
+    assert b.shape[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [1, 96, 1000, 8192])
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    x, other, gate = random(3, 70, width, dtype=dtype).mul(2).unbind(0)
+    weight, bias = random(2, width, dtype=dtype, seed=4).unbind(0)
+    if width > 1:
+        compare(lambda x, w, b: layer_norm(x, w, b), (x, weight, bias), dtype)
+        compare(
+            lambda x, r, g, w, b: torch.cat(add_layer_norm(x, r, w, b, gate=g, act="silu")),
+            (x, other, gate, weight, bias), dtype,
+        )  # fmt: skip
+    compare(lambda x, g, w: rms_norm(x, w, gate=g, eps=0.1), (x, gate, weight), dtype)
+
+
+def test_norms_are_the_same_in_every_run_and_never_wait() -> None:
+    x, other, gate = random(3, 50_000, 256).unbind(0)
+    weight = random(256, seed=3)
+
+    def op(x: Tensor, other: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        y, z = add_layer_norm(x, other, weight, gate=gate)
+        return rms_norm(y, weight) + z
+
+    twice(op, (x, other, gate, weight))
+
+
+def test_norms_beyond_two_billion_elements() -> None:
+    x = torch.empty(2**20 + 5, 2050, dtype=torch.bfloat16, device="cuda").normal_()
+    assert x.numel() > 2**31
+    leaf = x.requires_grad_()
+    out = rms_norm(leaf)
+    (gradient,) = torch.autograd.grad(out, leaf, out.detach())
+    last = x.detach()[-3:].clone().requires_grad_()
+    want = rms_norm(last)
+    (want_gradient,) = torch.autograd.grad(want, last, want.detach())
+    assert torch.equal(out[-3:], want)
+    assert torch.equal(gradient[-3:], want_gradient)

@@ -1,0 +1,100 @@
+"""Times ops that memory bounds, beside a copy of the same bytes and beside what PyTorch offers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import triton
+
+from kernels.benchmarks.cases import copy_bandwidth, milliseconds
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """One pass of an op.
+
+    Args:
+        size: bytes of every tensor it has to read or write, each once.
+        eager: the call as a user makes it; for a backward pass through autograd.
+        kernels: the same below autograd, which can be captured; default ``eager``.
+        baselines: what PyTorch offers, by name.
+    """
+
+    case: str
+    name: str
+    size: int
+    eager: Call
+    kernels: Call | None = None
+    baselines: dict[str, Call] = field(default_factory=dict)
+
+
+def size_of(*tensors: torch.Tensor | None) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def measure_copy() -> float:
+    """GB/s of a device copy, printed with the versions."""
+    bandwidth = copy_bandwidth()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+        f"copy {bandwidth:.0f} GB/s\n"
+    )
+    return bandwidth
+
+
+def print_header() -> None:
+    """The head of the table that ``print_pass`` prints rows of."""
+    print("| case | pass | MB | eager ms | graph ms | GB/s | share of copy | baselines: ms (ratio) |")
+    print("|---|---|---|---|---|---|---|---|")
+
+
+def print_pass(one: Pass, bandwidth: float) -> None:
+    """Times a pass and prints its row. Rates are those of the graph; ratios, too, are over its time."""
+    eager = milliseconds(one.eager, rep=25)
+    graph = milliseconds(one.kernels or one.eager, graph=True, rep=25)
+    rate = one.size / graph / 1e6
+    others = []
+    for name, call in one.baselines.items():
+        ms = milliseconds(call, rep=25)
+        others.append(f"{name} {ms:.3f} ({ms / graph:.2f})")
+    cells = (
+        one.case, one.name, f"{one.size / 1e6:.0f}", f"{eager:.3f}", f"{graph:.3f}", f"{rate:.0f}",
+        f"{rate / bandwidth:.2f}", ", ".join(others) or "-",
+    )  # fmt: skip
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def host_cost(calls: Sequence[tuple[str, Call]], count: int = 300) -> None:
+    """Prints the host's microseconds per call, on inputs too small to keep it waiting."""
+    for name, call in calls:
+        for _ in range(20):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        spent = time.perf_counter() - start
+        torch.cuda.synchronize()
+        print(f"host time per eager call, {name}: {1e6 * spent / count:.0f} microseconds")
+
+
+def packed_lengths(batch: int, longest: int, kind: str) -> torch.Tensor:
+    """Lengths ``[batch]`` on the CPU.
+
+    ``s=.7`` and ``s=.5``: uniform with a mean of .7 or .5 of the longest; ``dense``; ``heavy``: log-normal, sigma 1.2,
+    a mean of a quarter of the longest before the cut at 8 times the longest.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if kind == "dense":
+        return torch.full((batch,), longest)
+    if kind == "heavy":
+        normal = torch.randn(batch, generator=generator)
+        return (longest / 4 * torch.exp(1.2 * normal - 0.72)).long().clamp(1, 8 * longest)
+    least = 1 if kind == "s=.5" else int(0.4 * longest)
+    return torch.randint(least, longest + 1, (batch,), generator=generator)

@@ -1,0 +1,239 @@
+"""Finds the fastest correct configuration of the kernels that memory bounds: ``kernels/common/memory_tuned.json``.
+
+    python -m kernels.benchmarks.tune_memory [--output FILE] [--seconds 120]
+
+A candidate is run on random inputs and compared with the float64 reference first; only one that moves every row where
+it belongs and whose sums are within bf16 rounding may win. Candidates are compiled in parallel processes beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import TritonError
+
+from kernels.benchmarks.bandwidth import packed_lengths
+from kernels.benchmarks.cases import milliseconds
+from kernels.block_attention import reference as block_reference
+from kernels.block_attention import triton as block_kernels
+from kernels.common import memory_tuning
+from kernels.common.tuning import device_name
+from kernels.jagged import offsets_from_lengths
+from kernels.jagged import reference as jagged_reference
+from kernels.jagged import triton as jagged_kernels
+from kernels.norms import reference as norm_reference
+from kernels.norms import triton as norm_kernels
+
+TOLERANCE = 6e-3
+"""Norm of the error over that of the reference. bf16 rounds to 2^-9; inputs of the products, and the result, do so."""
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel to tune at a row width; ``length``: mean rows of a sequence, where the key has it."""
+
+    kernel: str
+    width: int
+    length: int = 1
+
+
+JOBS = [
+    *(
+        Job(f"block_{way}{rotary}", width)
+        for way in ("forward", "backward")
+        for rotary in ("", "_rotary")
+        for width in (64, 128, 256)
+    ),
+    *(
+        Job(f"{name}_kernel", width)
+        for name in ("pad", "unpad", "gather", "spread", "concat", "split", "sequences", "copies")
+        for width in (64, 256)
+    ),
+    *(Job("sum", width, length) for width in (64, 256) for length in (8, 32, 512)),
+    *(Job(f"norm_{way}", width) for way in ("forward", "backward") for width in (128, 256, 1024, 4096)),
+]
+
+
+def candidates(job: Job) -> list[Config]:
+    """What may win."""
+    if job.kernel.startswith("block"):
+        found: list[Config] = [{"num_warps": 4}, {"num_warps": 8}]
+        backward = "backward" in job.kernel
+        found += [{"num_warps": 4, "maxnreg": 168 if backward else 128}]
+        return found + ([{"num_warps": 8, "maxnreg": 128}] if backward else [])
+    block = triton.next_power_of_2(job.width)
+    if job.kernel == "sum":
+        tiles = [(2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
+        chunks = (256, 512, 1024) if job.length > 64 else (512,)
+        return [
+            {"CHUNK": chunk, "ROWS": size // block, "num_warps": warps, "STAGES": stages}
+            for size, warps in tiles
+            for chunk in chunks
+            for stages in (1, 2, 4)
+        ]
+    if job.kernel == "norm_forward":
+        tiles = [(2048, 4), (4096, 4), (8192, 8), (4096, 8), (1024, 2)]
+        return [{"ROWS": max(1, size // block), "num_warps": warps} for size, warps in tiles]
+    if job.kernel == "norm_backward":
+        shapes = [(512, 1, 16), (1024, 2, 8), (2048, 4, 4), (2048, 2, 8)] if block < 4096 else [(1, 4, 4), (1, 8, 2)]
+        return [
+            {"ROWS": max(1, size // block), "num_warps": warps, "PROGRAMS": more * programs, "STAGES": stages}
+            for size, warps, programs in shapes
+            for more in (1, 2)
+            for stages in (1, 2, 3)
+        ]
+    if job.kernel == "copies_kernel":
+        tiles = [(4096, 4), (8192, 4), (16384, 4)]
+        return [
+            {"ROWS": min(256, size // block), "num_warps": warps, "STAGES": stages}
+            for size, warps in tiles
+            for stages in (1, 2, 3)
+        ]
+    tiles = [(2048, 2), (4096, 4), (16384, 8)]
+    return [{"ROWS": min(256, size // block), "num_warps": warps} for size, warps in tiles]
+
+
+def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
+    """The kernel's function, the reference and what both are called with, about 256 MB of it unless ``small``."""
+    width = job.width
+    if job.kernel.startswith("norm"):
+        rows = 100 if small else 2**27 // width
+        x, grad = torch.randn(2, rows, width, device="cuda").bfloat16()
+        weight, bias = torch.rand(2, width, device="cuda").bfloat16()
+        if job.kernel == "norm_forward":
+            options = (x, None, None, weight, bias, 1e-5, True, "sigmoid", torch.bfloat16)
+            return norm_kernels.forward, norm_reference.forward, options
+        return (
+            norm_kernels.backward,
+            norm_reference.backward,
+            (grad, None, x, None, weight, bias, 1e-5, True, "sigmoid"),
+        )
+    if job.kernel.startswith("block"):
+        offsets = offsets_from_lengths(packed_lengths(2 if small else 2**13 // width, 2000, "s=.7")).cuda()
+        q, k, v, grad = torch.randn(int(offsets[-1]), 4, 4, width, device="cuda").bfloat16().unbind(1)
+        places, turns = torch.rand(q.shape[0], device="cuda") * 9, torch.rand(width // 2, device="cuda")
+        rest = (offsets, *((places, turns) if job.kernel.endswith("rotary") else (None, None)), width**-0.5)
+        if job.kernel.startswith("block_forward"):
+            return block_kernels.forward, block_reference.forward, (q, k, v, *rest)
+        return block_kernels.backward, block_reference.backward, (grad, q, k, v, *rest)
+    longest = 2 * job.length if job.kernel == "sum" else 1024
+    rows = 2000 if small else 2**27 // width
+    offsets = offsets_from_lengths(packed_lengths(max(2, 2 * rows // longest), longest, "s=.5")).cuda()
+    total, batch = int(offsets[-1]), offsets.shape[0] - 1
+    x, y = torch.randn(2, total, width, device="cuda").bfloat16()
+    dense = torch.randn(batch, width, device="cuda").bfloat16()
+    index = torch.arange(max(1, batch // 8), device="cuda").repeat_interleave(8)
+    few = offsets[: index[-1] + 2]
+    source = x[: int(few[-1])]
+    new = offsets_from_lengths(few.diff()[index])
+    copied = int(new[-1])
+    if job.kernel == "copies_kernel":
+        x = torch.randn(copied, width, device="cuda").bfloat16()
+    padded = jagged_reference.to_padded(x, offsets, longest, 0.0, False) if job.kernel == "unpad_kernel" else x
+    name, given = {
+        "pad_kernel": ("to_padded", (x, offsets, longest, 0.0, False)),
+        "unpad_kernel": ("from_padded", (padded, offsets, total, False)),
+        "gather_kernel": ("gather_rows", (x, torch.randint(total, (total,), device="cuda"))),
+        "spread_kernel": ("broadcast_add", (x, offsets, dense)),
+        "concat_kernel": ("concat", (x, y, offsets, offsets)),
+        "split_kernel": ("split", (torch.cat([x, y]), offsets, offsets, total)),
+        "sequences_kernel": ("gather_sequences", (source, few, index, new, copied)),
+        "copies_kernel": ("sum_sequences", (x, few, index, new, source.shape[0], True)),
+        "sum": ("segment_sum", (x, offsets, False)),
+    }[job.kernel]
+    return getattr(jagged_kernels, name), getattr(jagged_reference, name), given
+
+
+def error(got: Any, want: Any) -> float:
+    """The largest relative error over the results; infinite where anything is not finite."""
+    worst = 0.0
+    for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (got, want)), strict=True):
+        if not bool(a.isfinite().all()):
+            return float("inf")
+        if a.numel():
+            worst = max(worst, float((a.double() - b).norm() / b.norm()))
+    return worst
+
+
+def _compile(job: Job) -> None:
+    own, _, given = arguments(job, small=True)
+    for config in candidates(job):
+        try:
+            with memory_tuning.forced(job.kernel, config):
+                own(*given)
+            torch.cuda.synchronize()
+        except (RuntimeError, TritonError):
+            continue
+
+
+def tune(job: Job) -> tuple[str, Config] | None:
+    """The fastest correct configuration, by its key in the table."""
+    own, reference, given = arguments(job, small=False)
+    exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    want = reference(*(torch.float64 if x is torch.bfloat16 else x for x in exact))
+    best: tuple[float, Config] | None = None
+    for config in candidates(job):
+        with memory_tuning.forced(job.kernel, config):
+            try:
+                wrong = error(own(*given), want)
+            except (RuntimeError, TritonError) as problem:
+                print(f"{job} does not run: {config}: {str(problem)[:80]}")
+                continue
+            if not wrong < TOLERANCE:
+                print(f"{job} WRONG by {wrong:.1e}: {config}")
+                continue
+            ms = milliseconds(lambda: own(*given), rep=10)
+        print(f"{job.kernel} {job.width} {job.length}: {ms:.4f} ms, error {wrong:.1e}: {config}", flush=True)
+        if best is None or ms < best[0]:
+            best = (ms, config)
+    if best is None:
+        return None
+    name = device_name(torch.device("cuda"))
+    bucket = memory_tuning.bucket
+    return memory_tuning.key(job.kernel, name, torch.bfloat16, bucket(job.width), bucket(job.length)), best[1]
+
+
+def main() -> None:
+    """Tunes every kernel and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=memory_tuning.TUNED)
+    parser.add_argument("--seconds", type=float, default=120, help="start no further kernel after this long")
+    options = parser.parse_args()
+    start = time.time()
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        pool.map(_compile, JOBS, chunksize=1)
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    found: dict[str, Config] = {}
+    for job in JOBS:
+        if time.time() - start > options.seconds:
+            print(f"no time for {job}")
+            continue
+        result = tune(job)
+        if result is not None:
+            found[result[0]] = result[1]
+        torch.cuda.empty_cache()
+    table = {
+        "hardware": torch.cuda.get_device_name(),
+        "versions": f"torch {torch.__version__}, triton {triton.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+        "configurations": {**memory_tuning.tuned(), **found},
+    }
+    options.output.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    print(f"tuned in {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
