@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.events import History
+from foundation.model.norm import LayerNorm
 from foundation.model.pooling import Pooling, SeedPooling
 from kernels.jagged import gather_rows, last_k
 
@@ -123,7 +124,7 @@ class SequenceSummary(nn.Module):
     def __init__(self, config: CrossConfig, event_width: int, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.config = config
-        self.norm = nn.LayerNorm(event_width, bias=bias)
+        self.norm = LayerNorm(event_width, bias=bias)
         self.pool = _pooling(config, event_width, bias) if config.pooled_tokens else None
         self.gate = nn.Linear(event_width, event_width, bias=bias)
         self.project = nn.Linear(event_width, width, bias=bias)

@@ -17,8 +17,8 @@ from foundation.data.batch import Batch
 from foundation.data.encoding import NO_TIME
 from foundation.data.schema import Sequence
 from foundation.model.embeddings import Embedded
-from kernels.jagged import concat, gather_rows, last_k, sequence_ids
-from kernels.jagged.op import sequence_rows
+from foundation.model.norm import LayerNorm
+from kernels.jagged import concat, gather_sequences, sequence_ids, split
 
 LONGEST_GAP = 18.0
 """Upper end of ``log(1 + seconds)`` of a time gap: about two years."""
@@ -36,8 +36,9 @@ class Events(NamedTuple):
 
     def gather(self, index: Tensor, total: int | None = None) -> Events:
         """The sequences ``index`` int64 ``[N]``, ``total`` events, again packed; gradients of copies are summed."""
-        rows, offsets = sequence_rows(self.offsets, index, total)
-        return Events(gather_rows(self.values, rows), offsets, self.gap.index_select(0, rows))
+        values, offsets = gather_sequences(self.values, self.offsets, index, total=total)
+        gap, _ = gather_sequences(self.gap, self.offsets, index, total=values.shape[0])
+        return Events(values, offsets, gap)
 
     def append(self, tokens: Tensor) -> Events:
         """Puts ``tokens [B, S, E]``, of gap 0, behind each sequence."""
@@ -52,12 +53,12 @@ class Events(NamedTuple):
 
         Those rows are ``[B, count, E]``.
         """
-        batch, device = self.offsets.shape[0] - 1, self.offsets.device
-        offsets = self.offsets - torch.arange(batch + 1, device=device) * count
-        total = self.values.shape[0] - batch * count
-        rows = torch.arange(total, device=device) + sequence_ids(offsets, total) * count
-        tail = last_k(self.values, self.offsets, count)[0]
-        return Events(gather_rows(self.values, rows), offsets, self.gap.index_select(0, rows)), tail
+        batch = self.offsets.shape[0] - 1
+        ends = torch.arange(batch + 1, device=self.offsets.device) * count
+        offsets, total = self.offsets - ends, self.values.shape[0] - batch * count
+        values, tail = split(self.values, offsets, ends, total)
+        gap, _ = split(self.gap, offsets, ends, total)
+        return Events(values, offsets, gap), tail.view(batch, count, tail.shape[1])
 
 
 class History(NamedTuple):
@@ -120,7 +121,7 @@ class EventTokens(nn.Module):
         self.projection = nn.Linear(inputs, width)
         places = (self.time_knots + 1 if self.time_knots else 0) + self.position_knots
         self.place = nn.Parameter(torch.randn(places, width) * 0.1) if places else None
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, embedded: Embedded, batch: Batch) -> Events:

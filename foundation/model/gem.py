@@ -201,7 +201,7 @@ class GEM(nn.Module):
         logits, trunk = self.heads(self._read(x, histories, targets), self._surface(batch))
         if embedded.first_order is not None:
             request, item_weights = embedded.first_order
-            logits = logits + gather_rows(request, batch.request_index) + item_weights
+            logits = logits + gather_rows(request, batch.request_index, rising=True) + item_weights
         return _combine(logits, trunk)
 
     def _histories(self, embedded: Embedded, batch: Batch) -> dict[str, History]:
@@ -220,7 +220,7 @@ class GEM(nn.Module):
         x, histories = self._run(range(self.config.user_layers), x, histories, targets)
         if self.merge is not None and self.merge_after == self.config.user_layers:
             histories = self._merge(histories)
-        own = gather_rows(x.transpose(0, 1), batch.request_index).transpose(0, 1)
+        own = gather_rows(x.transpose(0, 1), batch.request_index, rising=True).transpose(0, 1)
         return torch.cat([own, item.to(own.dtype)], dim=2), histories, item
 
     def _join(self, histories: dict[str, History], x: Tensor, batch: Batch) -> dict[str, History]:

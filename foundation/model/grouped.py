@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundation.model.norm import normalise
+
 
 class GroupedLinear(nn.Module):
     """G independent linear maps, ``[G, N, I]`` to ``[G, N, O]``.
@@ -46,7 +48,7 @@ class GroupedNorm(nn.Module):
         """Normalises each row; the affine map is that of the row's group."""
         groups, width = self.weight.shape
         if groups == 1:
-            return F.layer_norm(x, (width,), self.weight[0], None if self.bias is None else self.bias[0])
+            return normalise(x, self.weight[0], None if self.bias is None else self.bias[0])
         shape = (groups, *([1] * (x.dim() - 2)), width)
         if self.bias is None:
             return F.layer_norm(x, (width,)) * self.weight.view(shape)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.events import History
+from foundation.model.norm import LayerNorm
 from foundation.model.rotary import Rotary
 from foundation.model.sequence import GeneratedNetwork, QKNorm, SequenceConfig
 from kernels.jagged_attention import jagged_attention
@@ -51,8 +52,8 @@ class _HistoryAttention(nn.Module):
         if width % config.heads:
             raise ValueError(f"sequence.heads: width {width} is no multiple of {config.heads}")
         self.heads, self.pre = config.heads, config.norm == "pre"
-        self.norm = nn.LayerNorm(width, bias=bias)
-        self.history_norm = nn.LayerNorm(width, bias=bias)
+        self.norm = LayerNorm(width, bias=bias)
+        self.history_norm = LayerNorm(width, bias=bias)
         self.query = nn.Linear(width, width, bias=bias)
         self.key_value = nn.Linear(width, 2 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)

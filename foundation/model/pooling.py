@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundation.model.norm import LayerNorm
 from kernels.jagged import gather_rows
 from kernels.jagged_attention import jagged_attention
 
@@ -82,7 +83,7 @@ class SeedPooling(nn.Module):
         _check_heads(width, heads)
         self.heads, self.target_aware = heads, target_aware
         self.seeds = nn.Parameter(torch.randn(seeds, width))
-        self.norm = nn.LayerNorm(width, bias=bias)
+        self.norm = LayerNorm(width, bias=bias)
         self.query = nn.Linear(width, width, bias=bias)
         self.key = nn.Linear(width, width, bias=False)  # the same for all keys, softmax would not see it
         self.value = nn.Linear(width, width, bias=bias)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.events import Events
+from foundation.model.norm import LayerNorm
 from foundation.model.rotary import Rotary
 from kernels.block_attention import block_attention
 from kernels.gdpa import ACTIVATIONS, gdpa
@@ -107,7 +108,7 @@ class GeneratedNetwork(nn.Module):
             raise ValueError(f"sequence.gdpa_heads: width {width} is no multiple of {config.gdpa_heads}")
         self.heads, self.units, self.activation = config.gdpa_heads, config.kv_per_summary, config.activation
         self.pre = config.norm == "pre"
-        self.norm = nn.LayerNorm(width, bias=bias)
+        self.norm = LayerNorm(width, bias=bias)
         self.keys = nn.Linear(width, config.kv_per_summary * width, bias=bias)
         self.values = nn.Linear(width, config.kv_per_summary * width, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -142,7 +143,7 @@ class _SelfAttention(nn.Module):
             raise ValueError(f"sequence.heads: width {width} is no multiple of {config.heads}")
         self.heads, self.pre, self.block = config.heads, config.norm == "pre", config.attention == "block"
         self.window = config.window if config.attention == "window" else None
-        self.norm = nn.LayerNorm(width, bias=bias)
+        self.norm = LayerNorm(width, bias=bias)
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
         self.dropout = nn.Dropout(config.dropout)

@@ -67,7 +67,7 @@ class FeatureTokens(nn.Module):
     def forward(self, embedded: Embedded, batch: Batch) -> Tensor:
         """Tokens ``[M, N, F, D]``; the last ``item_count`` are the item's."""
         request, item = self._sides(embedded, batch)
-        tokens = torch.cat([gather_rows(request, batch.request_index), item], dim=2)
+        tokens = torch.cat([gather_rows(request, batch.request_index, rising=True), item], dim=2)
         return self.dropout(tokens.transpose(0, 1))
 
     def sides(self, embedded: Embedded, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.block_attention import reference

@@ -67,4 +67,10 @@ def _find(kernel: str, device: str, dtype: torch.dtype, width: int, length: int)
 
     powers = [1 << i for i in range(17)]
     rows = [(w, n) for w in powers for n in powers if key(kernel, device, dtype, w, n) in tuned()]
-    return tuned()[key(kernel, device, dtype, *min(rows, key=distance))] if rows else None
+    if not rows:
+        return None
+    nearest = min(rows, key=distance)
+    config = dict(tuned()[key(kernel, device, dtype, *nearest)])
+    if "ROWS" in config:  # as many elements a tile
+        config["ROWS"] = min(256, max(1, config["ROWS"] * nearest[0] // width))
+    return config

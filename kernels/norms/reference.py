@@ -35,7 +35,10 @@ def forward(
     """
     precise = compute_dtype(x.dtype)
     z = x if residual is None else (x.to(precise) + residual.to(precise)).to(x.dtype)
-    y = _affine(_normalise(z.to(precise), eps, center)[0], weight, bias)
+    if center and _alike(z, weight, bias):
+        y = F.layer_norm(z, z.shape[1:], weight, bias, eps)
+    else:
+        y = _affine(_normalise(z.to(precise), eps, center)[0], weight, bias)
     if gate is not None:
         y = y * _activate(gate.to(precise), act)[0]
     return y.to(dtype), z if residual is not None else x.new_empty((0,))
@@ -58,6 +61,12 @@ def backward(
         grad: of y. grad_z: of z where it was returned.
     """
     precise = compute_dtype(z.dtype)
+    if center and gate is None and grad_z is None and _alike(z, weight, bias, grad):
+        _, mean, scale = torch.native_layer_norm(z, z.shape[1:], weight, bias, eps)
+        mask = [True, weight is not None, bias is not None]
+        found = torch.ops.aten.native_layer_norm_backward(grad, z, z.shape[1:], mean, scale, weight, bias, mask)
+        d_x, d_weight, d_bias = (z.new_empty((0,)) if t is None else t for t in found)
+        return d_x, z.new_empty((0,)), d_weight, d_bias
     u, scale = _normalise(z.to(precise), eps, center)
     g, empty = grad.to(precise), z.new_empty((0,))
     d_gate, d_weight, d_bias = empty, empty, empty
@@ -78,6 +87,11 @@ def backward(
     if grad_z is not None:
         dz = dz + grad_z.to(precise)
     return dz.to(z.dtype), d_gate, d_weight, d_bias
+
+
+def _alike(z: Tensor, *others: Tensor | None) -> bool:
+    """Whether all are of the dtype that is computed in: PyTorch's own layer norm takes them, in fewer passes."""
+    return z.dtype == compute_dtype(z.dtype) and all(t is None or t.dtype == z.dtype for t in others)
 
 
 def _affine(u: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
