@@ -41,8 +41,8 @@ class JointArm(nn.Module):
             offsets = torch.arange(count + 1, device=cls.device) * tokens
             cls = self.feed_forward(cls.reshape(-1, width), offsets, summaries).view(count, tokens, width)
         if self.attention is not None:
-            cls = self.attention(history._replace(cls=cls))
-        return history._replace(cls=cls)
+            cls = self.attention(History(history.events, cls, history.request))
+        return History(history.events, cls, history.request)
 
 
 class _HistoryAttention(nn.Module):

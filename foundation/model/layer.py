@@ -136,7 +136,7 @@ class Layer(nn.Module):
             if isinstance(arm, JointArm):
                 after[name] = arm(history, x_sum)
             else:
-                after[name] = history._replace(events=arm(history.events, x_sum))
+                after[name] = History(arm(history.events, x_sum), history.cls, history.request)
         if self.fresh:
             summaries = self.sequence_summary(histories, aims, x)
         assert summaries is not None
@@ -144,14 +144,14 @@ class Layer(nn.Module):
 
     def _aims(self, sums: Mapping[str, Tensor | None], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The candidate's vectors with the feature summary added; streams that share both share the result."""
-        made: dict[tuple[int, int], Tensor] = {}
+        made: dict[tuple[str, int], Tensor] = {}
         aims = {}
         for name, target in targets.items():
             x_sum = sums[name]
             if x_sum is None:
                 aims[name] = target
                 continue
-            key = (id(x_sum), id(target))
+            key = (name if name in self.own_summaries else "", target.shape[1])
             if key not in made:
                 made[key] = target + x_sum.mean(1)
             aims[name] = made[key]

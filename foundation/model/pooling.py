@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels.jagged import gather_rows
 from kernels.jagged_attention import jagged_attention
+
+WIDEST_KEYS = 256
+"""Events wider than this are more than the GPU kernels take as keys."""
 
 
 class Pooling(nn.Module):
     """Multi-head attention of Q queries over a sequence: ``[T, E]`` to ``[N, Q, E]`` (PMA; 0 for an empty sequence).
 
-    Keys and values are never made: with few queries it is cheaper to carry the key projection over to the query and the
-    value projection over to the pooled result, which is the same product in another order.
+    Up to a width of ``WIDEST_KEYS`` keys and values are not made: with few queries it is cheaper to carry the key
+    projection over to the query and the value projection over to the pooled result, the same product in another order.
     """
 
     def __init__(self, tokens: int, heads: int, target_aware: bool, width: int, *, bias: bool = True) -> None:
@@ -46,12 +50,25 @@ class Pooling(nn.Module):
         seeds = self.seeds + target[:, None] if self.target_aware else self.seeds[None]
         count, queries, width = seeds.shape
         q = self.query(seeds).view(count, queries, self.heads, width // self.heads)
+        if width > WIDEST_KEYS:
+            return self._with_keys(q, values, offsets, index)
         q = torch.einsum("nqhd,hde->nqhe", q, self.key).reshape(-1, 1, width)
         kv = values.unsqueeze(1)
         rows, asks = queries * self.heads, self.target_aware
         pooled = _ask(q, kv, kv, offsets, rows if asks else 0, index, (width // self.heads) ** -0.5)
         pooled = pooled.view(-1, queries, self.heads, width)
         out = self.out(torch.einsum("nqhe,hed->nqhd", pooled, self.value).flatten(2))
+        return out if asks or index is None else gather_rows(out, index)
+
+    def _with_keys(self, q: Tensor, values: Tensor, offsets: Tensor, index: Tensor | None) -> Tensor:
+        """The same with keys and values that are made, head by head."""
+        queries, width = q.shape[1], values.shape[1]
+        k = F.linear(values, self.key.flatten(0, 1)).view(-1, self.heads, width // self.heads)
+        v = F.linear(values, self.value.transpose(1, 2).flatten(0, 1)).view(-1, self.heads, width // self.heads)
+        asks = self.target_aware
+        q = q.flatten(0, 1).to(v.dtype)
+        pooled = _ask(q, k, v, offsets, queries if asks else 0, index, None)
+        out = self.out(pooled.reshape(-1, queries, width))
         return out if asks or index is None else gather_rows(out, index)
 
 

@@ -90,8 +90,8 @@ class SequenceArm(nn.Module):
             assert summaries is not None
             values = self.feed_forward(values, events.offsets, summaries)
         if self.attention is not None:
-            values = self.attention(events._replace(values=values))
-        return events._replace(values=values)
+            values = self.attention(Events(values, events.offsets, events.gap))
+        return Events(values, events.offsets, events.gap)
 
 
 class GeneratedNetwork(nn.Module):

@@ -20,6 +20,7 @@ from foundation.parallel.dense import shard_dense
 from foundation.parallel.experts import split_experts
 from foundation.parallel.pieces import local_shards
 from foundation.parallel.plan import Collection, SparseConfig, collections_of, fuse_optimizer, sharding_plan
+from foundation.parallel.recat import remember_permutations
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
 
@@ -78,6 +79,7 @@ def parallelize(
         raise ValueError(f"topology: it has {groups.world} ranks, but {dist.get_world_size()} were started")
 
     collections = collections_of(model)
+    remember_permutations()
     weights = _weights(collections)
     scale = float(groups.table_replicas) if (config or ParallelConfig()).sparse.scale_momentum else 1.0
     fuse_optimizer(collections, sparse, scale)

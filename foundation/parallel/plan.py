@@ -79,7 +79,7 @@ def sharding_plan(
         for table in tables_of(module)
     }
     for (path, name), (rows, elements) in sorted(sizes.items(), key=lambda item: (-item[1][1], item[0])):
-        if rows >= max(config.row_wise_from, size):
+        if size > 1 and rows >= max(config.row_wise_from, size):  # to deal ids by row, TorchRec waits for the device
             choices[path][name] = row_wise()
             continue
         rank = held.index(min(held))
