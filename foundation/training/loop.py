@@ -120,6 +120,7 @@ class Loop:
         reset_tables: draws the tables of a state anew, in place, for an epoch; called at the start of each but the
             first. None leaves the tables alone.
         first_batch: called once, when the first batch is there.
+        prepare: called once after it, with that batch, before the first step.
         flops: useful operations of a step on a batch in main memory, for the log; None leaves them out.
         peak_flops: of one device, for MFU; None leaves it out.
     """
@@ -134,6 +135,7 @@ class Loop:
     manifest: dict[str, Any]
     reset_tables: Callable[[TrainState, int], None] | None = None
     first_batch: Callable[[], None] | None = None
+    prepare: Callable[[Batch], None] | None = None
     flops: Callable[[Batch], float] | None = None
     peak_flops: float | None = None
     results: Results = field(default_factory=dict)
@@ -188,6 +190,9 @@ class Loop:
                 if self.first_batch:
                     self.first_batch()
                     self.first_batch = None
+                if self.prepare:
+                    self.prepare(delivered.batch)
+                    self.prepare = None
                 self._position = delivered.position
                 progress.epoch_step += 1
                 last = progress.epoch_step >= length

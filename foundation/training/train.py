@@ -22,23 +22,28 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 
 from foundation.data import settings
+from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel.parallelize import parallelize, reset_momentum
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.tables import load_tables, table_weights
 from foundation.parallel.topology import ParallelConfig, Topology
+from foundation.training.activations import choose, measure, recompute, regions
 from foundation.training.checkpoint_files import find_checkpoint, point, prune, read_manifest
+from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.launch import Device, Precision, launched
 from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
 from foundation.training.metrics import Results, pick
 from foundation.training.optimizer import DenseConfig
+from foundation.training.peaks import device_peak
 from foundation.training.resume import resume_from
-from foundation.training.rng import seed_all
+from foundation.training.rng import seed_all, untouched_rng
 from foundation.training.run_log import RunLog, finite, print_summary
 from foundation.training.schedule import ScheduleConfig
 from foundation.training.state import Progress, TrainState
@@ -64,6 +69,9 @@ class TrainConfig:
         evaluation: when, and what is best.
         checkpoint: when.
         precision: fp32, or bf16 for matrix products in bfloat16.
+        compile: what `torch.compile` makes graphs of: none, the layers, or dense, the summaries and heads too.
+        activation_memory_gb: what the arms of layers may keep for the backward pass; those that save least time per GB
+            are computed again. 0 keeps everything.
         device: auto, cpu or cuda.
         epochs: passes over the training split; may be a fraction.
         max_steps: end after so many steps if the epochs are longer; 0 does not.
@@ -89,6 +97,8 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: Precision = "fp32"
+    compile: Compile = "none"
+    activation_memory_gb: float = 0.0
     device: Device = "auto"
     epochs: float = 1.0
     max_steps: int = 0
@@ -105,6 +115,10 @@ class TrainConfig:
         for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: must be at least {least}, got {getattr(self, key)}")
+        if self.activation_memory_gb < 0:
+            raise ValueError(f"activation_memory_gb: must not be negative, got {self.activation_memory_gb}")
+        if self.compile not in ("none", "layers", "dense"):
+            raise ValueError(f"compile: must be none, layers or dense, got {self.compile!r}")
         if self.resume and self.overwrite:
             raise ValueError("resume: a run is either resumed or overwritten, not both")
 
@@ -213,6 +227,12 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
     log = RunLog(config.out / "metrics.jsonl", fabric, state.progress.step)
     if world > 1:
         log.say(model.layout.describe().replace("\n", "; "))
+    peak = device_peak(fabric.device, config.precision)
+    if peak is None and fabric.device.type == "cuda":
+        name = torch.cuda.get_device_name(fabric.device)
+        log.say(
+            f"no peak rate of {name} in {config.precision} is known (foundation/training/peaks.py): MFU is left out"
+        )
     if not fresh:
         log.say(f"resumed from step {state.progress.step} of {steps}")
     if validation is None:
@@ -235,7 +255,33 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
         manifest=manifest,
         reset_tables=_table_reset(config, dataset) if config.reset_tables else None,
         first_batch=first_batch,
+        prepare=lambda batch: _prepare_regions(config, state, fabric, batch, log),
+        flops=_flops(config, dataset) if peak else None,
+        peak_flops=peak,
     )
+
+
+def _flops(config: TrainConfig, dataset: Dataset) -> Callable[[Batch], float]:
+    """Counts the useful operations of a training step on a batch in main memory."""
+    with torch.device("meta"):
+        shapes = _model(config, dataset)
+    return lambda batch: TRAINING * sum(forward_flops(shapes, Load.of(batch)).values())
+
+
+def _prepare_regions(config: TrainConfig, state: TrainState, fabric: Fabric, batch: Batch, log: RunLog) -> None:
+    """Chooses what is computed again, the same on all ranks, then compiles."""
+    model = state.model.module
+    if config.activation_memory_gb:
+        model.train()
+        with untouched_rng(fabric.device):
+            costs = measure(model, batch, fabric.autocast)
+        again = fabric.broadcast(sorted(choose(costs, config.activation_memory_gb * 1e9)))
+        recompute(model, again)
+        kept = sum(cost.bytes for cost in costs if cost.region not in again) / 1e9
+        log.say(
+            f"activations: {len(again)} of {len(regions(model))} arms are computed again, the others keep {kept:.2f} GB"
+        )
+    compile_regions(model, config.compile)
 
 
 def steps_of(reader: LogReader, epochs: float, progress: Progress) -> int:

@@ -1,0 +1,1 @@
+"""Benchmarks of training: commands that print a table."""

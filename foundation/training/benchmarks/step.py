@@ -1,0 +1,407 @@
+"""Where the time of a training step goes: ``python -m foundation.training.benchmarks.step --preset foundation/large``.
+
+Random batches with heavy-tailed histories go through the training loop's own step. The table says how much of the peak
+rate useful operations reach (MFU; padding and what is computed again do not count), end to end and for each type of
+layer alone, what of data, forward, backward and optimizer takes the time, and which of them bounds the step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from foundation.data.batch import Batch
+from foundation.data.logs import LogReader
+from foundation.data.options import parse_config
+from foundation.data.schema import Schema
+from foundation.model.benchmarks.batches import random_batch
+from foundation.model.benchmarks.presets import model_config, table_rows
+from foundation.model.cross import FeatureSummary, SequenceSummary
+from foundation.model.flops import TRAINING, Load, forward_flops
+from foundation.model.gem import GEM
+from foundation.model.heads import Heads
+from foundation.model.interaction import InteractionArm
+from foundation.model.sequence import GeneratedNetwork
+from foundation.parallel.parallelize import parallelize
+from foundation.parallel.plan import SparseConfig
+from foundation.training.activations import choose, measure, recompute
+from foundation.training.benchmarks.padded import padded_kernels
+from foundation.training.compile import Compile, compile_regions
+from foundation.training.ema import EMAConfig
+from foundation.training.evaluate import EvaluationConfig
+from foundation.training.launch import Device, Precision, launched
+from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
+from foundation.training.optimizer import DenseConfig
+from foundation.training.peaks import device_peak
+from foundation.training.pipeline import Delivered, work_of
+from foundation.training.rng import seed_all
+from foundation.training.schedule import ScheduleConfig
+from foundation.training.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """What to measure.
+
+    Args:
+        preset: training preset whose model is taken.
+        schema: of the random data.
+        requests: of a batch. impressions: of a request.
+        mean, longest, sigma: events of a request over all sequences: log-normal with this mean and sigma, cut there;
+            shared out in proportion to the sequences' greatest lengths.
+        most_rows: no table has more rows; 0: as the schema says.
+        precision, device, compile, activation_memory_gb: as in training.
+        kernels: the project's, or `padded` attention in their place.
+        warmup, steps: steps before measuring, and measured ones.
+        local: also measure each type of layer alone.
+        top: GPU kernels to list.
+        out: JSON file with everything that was measured; empty: none.
+    """
+
+    preset: str = "foundation/large"
+    schema: str = "configs/datasets/streams.yaml"
+    requests: int = 128
+    impressions: int = 8
+    mean: int = 512
+    longest: int = 4096
+    sigma: float = 1.0
+    most_rows: int = 0
+    precision: Precision = "bf16"
+    device: Device = "auto"
+    compile: Compile = "none"
+    activation_memory_gb: float = 0.0
+    kernels: Literal["ours", "padded"] = "ours"
+    warmup: int = 4
+    steps: int = 8
+    local: bool = True
+    top: int = 20
+    out: str = ""
+
+
+@dataclass(slots=True)
+class _Data:
+    """Stands for a dataset: the loop asks for its schema only."""
+
+    schema: Schema
+
+
+@dataclass(slots=True)
+class _Endless:
+    """Stands for a reader."""
+
+    dataset: _Data
+
+
+def main(arguments: list[str]) -> None:
+    """Measures and prints."""
+    config: StepConfig = parse_config(StepConfig, arguments, name="step")
+    found = run(config)
+    _print(config, found)
+    if config.out:
+        Path(config.out).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def run(config: StepConfig) -> dict[str, Any]:
+    """Measures a step; seconds unless a name says otherwise."""
+    started = time.perf_counter()
+    schema = Schema.load(config.schema)
+    rows = table_rows(schema, config.most_rows or None)
+    batches = [make_batch(config, schema, rows, seed) for seed in range(4)]
+    kernels = padded_kernels() if config.kernels == "padded" else nullcontext()
+    with (
+        TemporaryDirectory() as folder,
+        kernels,
+        launched(device=config.device, precision=config.precision, log_folder=Path(folder) / "log") as fabric,
+    ):
+        seed_all(0)
+        gem = GEM(model_config(config.preset), schema, rows)
+        state = TrainState.of(parallelize(gem, SparseConfig(), fabric.device), DenseConfig(), EMAConfig())
+        loop = Loop(
+            fabric=fabric,
+            config=LoopConfig(
+                steps=1_000_000,
+                schedule=ScheduleConfig(decay="constant"),
+                evaluation=EvaluationConfig(),
+                checkpoint=CheckpointConfig(),
+                log_every=1_000_000,
+                max_skipped=3,
+            ),
+            state=state,
+            reader=cast(LogReader, _Endless(cast(Any, _Data(schema)))),
+            validation=None,
+            log=cast(Any, _Silent()),
+            checkpoints=Path(folder),
+            manifest={},
+        )
+        bench = _Bench(config, loop, batches)
+        built = time.perf_counter()
+        print(f"built in {built - started:.1f} s", file=sys.stderr)
+        bench.step(0)
+        bench.wait()
+        print(f"first step in {time.perf_counter() - built:.1f} s", file=sys.stderr)
+        found: dict[str, Any] = {"build": built - started, "first_step": time.perf_counter() - built}
+        if config.activation_memory_gb:
+            costs = measure(gem, bench.delivered(0).batch, fabric.autocast)
+            again = choose(costs, config.activation_memory_gb * 1e9)
+            recompute(gem, again)
+            found["again"] = sorted(again)
+            found["costs"] = [cost._asdict() for cost in costs]
+        compile_regions(gem, config.compile)
+        start = time.perf_counter()
+        for number in range(config.warmup):
+            bench.step(number)
+        bench.wait()
+        found["warm_up"] = time.perf_counter() - start
+        print(f"{config.warmup} steps in {found['warm_up']:.1f} s", file=sys.stderr)
+        found |= bench.end_to_end() | bench.phases()
+        if config.local and config.compile == "none" and not config.activation_memory_gb:
+            found["local"] = bench.local()
+        found["kernels"] = bench.top_kernels() if config.top else []
+        found["parameters"] = sum(p.numel() for p in state.dense.parameters.values())
+        return found
+
+
+def make_batch(config: StepConfig, schema: Schema, rows: dict[str, int], seed: int) -> Batch:
+    """A random batch in main memory."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.lognormal(0.0, config.sigma, config.requests)
+    events = np.minimum(drawn * (config.mean / np.exp(config.sigma**2 / 2)), config.longest)
+    for _ in range(20):  # cutting lowers the mean
+        events = np.minimum(events * (config.mean / events.mean()), config.longest)
+    whole = sum(sequence.max_length for sequence in schema.sequences)
+    histories = {s.name: np.rint(events * s.max_length / whole).astype(np.int64) for s in schema.sequences}
+    sizes = [config.impressions] * config.requests
+    return Batch.from_encoded(random_batch(schema, sizes, rows, seed=seed, histories=cast(Any, histories)), schema)
+
+
+class _Silent:
+    def note(self, kind: str, step: int, text: str) -> None:
+        """Tells of a skipped step."""
+        print(kind, step, text, file=sys.stderr)
+
+
+class _Bench:
+    def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch]) -> None:
+        self.config, self.loop = config, loop
+        self.device = loop.fabric.device
+        self.cuda = self.device.type == "cuda"
+        self.model = loop.state.model.module
+        self.parts = [forward_flops(self.model, Load.of(batch)) for batch in batches]
+        self.flops = [TRAINING * sum(parts.values()) for parts in self.parts]
+        self.peak = device_peak(self.device, config.precision)
+        self.batches = [batch.pin_memory() if self.cuda else batch for batch in batches]
+        self.work = [work_of(batch) for batch in batches]
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def delivered(self, number: int) -> Delivered:
+        place = number % len(self.batches)
+        return Delivered(self.batches[place].to(self.device, non_blocking=True), {}, self.work[place], 0.0)
+
+    def step(self, number: int) -> None:
+        self.loop._step(self.delivered(number))
+        self.loop._settle(self.loop._run_ahead)
+
+    def end_to_end(self) -> dict[str, Any]:
+        """Steps one behind the other as in training; the copy of a batch to the device included."""
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self.wait()
+        count = self.config.steps
+        start = time.perf_counter()
+        for number in range(count):
+            self.step(number)
+        queued = time.perf_counter() - start
+        self.wait()
+        seconds = time.perf_counter() - start
+        self.loop._settle()
+        works = [self.work[number % len(self.work)] for number in range(count)]
+        rate = sum(self.flops[number % len(self.flops)] for number in range(count)) / seconds
+        return {
+            "step": seconds / count,
+            "queue": queued / count,
+            "samples_per_second": sum(work.impressions for work in works) / seconds,
+            "tokens_per_second": sum(work.tokens for work in works) / seconds,
+            "useful_tflops": rate / 1e12,
+            "mfu": rate / self.peak if self.peak else None,
+            "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if self.cuda else None,
+            "loss": self.loop._window._loss / max(1, self.loop._window._steps),
+        }
+
+    def phases(self) -> dict[str, Any]:
+        """Seconds of the parts of a step on the device, and of what the host does for the next batch."""
+        state, fabric = self.loop.state, self.loop.fabric
+        sums: dict[str, float] = defaultdict(float)
+        for number in range(self.config.steps):
+            batch = self.delivered(number).batch
+            marks = [self._mark()]
+            with fabric.autocast():
+                output = state.model(batch)
+            loss = state.model.module.loss(output, batch).total
+            marks.append(self._mark())
+            if self.loop._guard:
+                self.loop._guard.allow(torch.isfinite(loss.detach()))
+            fabric.backward(loss)
+            marks.append(self._mark())
+            state.dense.clip()
+            state.dense.step(torch.isfinite(loss.detach()))
+            state.dense.zero_grad()
+            marks.append(self._mark())
+            for name, seconds in zip(("forward", "backward", "optimizer"), self._between(marks), strict=True):
+                sums[name] += seconds / self.config.steps
+        start = time.perf_counter()
+        for batch in self.batches:
+            batch.to(self.device, non_blocking=True)
+        self.wait()
+        sums["copy"] = (time.perf_counter() - start) / len(self.batches)
+        return dict(sums)
+
+    def local(self) -> dict[str, dict[str, float | None]]:
+        """Each type of layer alone: forward and backward on the inputs it had, without tables, copies or optimizer."""
+        kinds: dict[type, str] = {
+            InteractionArm: "interaction",
+            GeneratedNetwork: "gdpa",
+            FeatureSummary: "cross",
+            SequenceSummary: "cross",
+            Heads: "heads",
+        }
+        calls: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
+        handles = []
+        for module in self.model.modules():
+            kind = kinds.get(type(module)) or ("attention" if type(module).__name__.endswith("Attention") else None)
+            if kind:
+                keep = _Keeper(kind, calls)
+                handles.append(module.register_forward_pre_hook(keep))
+        with torch.no_grad(), self.loop.fabric.autocast():
+            self.model(self.delivered(0).batch)
+        for handle in handles:
+            handle.remove()
+        seconds: dict[str, float] = defaultdict(float)
+        for kind, module, inputs in calls:
+            best = float("inf")
+            for _ in range(3):
+                own = _leaves(inputs)
+                marks = [self._mark()]
+                with self.loop.fabric.autocast():
+                    results = list(_tensors(module(*own)))
+                loss = sum((x.float().sum() for x in results if x.requires_grad), torch.zeros((), device=self.device))
+                loss.backward()
+                marks.append(self._mark())
+                best = min(best, self._between(marks)[0])
+                self.loop.state.dense.zero_grad()
+            seconds[kind] += best
+        return {
+            kind: {
+                "seconds": taken,
+                "useful_gflop": TRAINING * self.parts[0][kind] / 1e9,
+                "mfu": TRAINING * self.parts[0][kind] / taken / self.peak if self.peak else None,
+            }
+            for kind, taken in seconds.items()
+        }
+
+    def top_kernels(self) -> list[dict[str, Any]]:
+        """GPU kernels by their time in two steps."""
+        if not self.cuda:
+            return []
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for number in range(2):
+                self.step(number)
+            self.wait()
+        events = [e for e in profiler.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+        events.sort(key=lambda e: -e.self_device_time_total)
+        whole = sum(e.self_device_time_total for e in events)
+        rows = [{"kernel": "all", "ms": whole / 2e3, "calls": sum(e.count for e in events) / 2}]
+        for e in events[: self.config.top]:
+            rows.append({"kernel": e.key[:90], "ms": e.self_device_time_total / 2e3, "calls": e.count / 2})
+        self.loop._settle()
+        return rows
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, marks: list[Any]) -> list[float]:
+        self.wait()
+        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairwise(marks)]
+
+
+class _Keeper:
+    def __init__(self, kind: str, calls: list[tuple[str, nn.Module, tuple[Any, ...]]]) -> None:
+        self.kind, self.calls = kind, calls
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.calls.append((self.kind, module, inputs))
+
+
+def _leaves(value: Any) -> Any:
+    """The same inputs as leaves of a graph of their own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    if isinstance(value, dict):
+        return {key: _leaves(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        parts = [_leaves(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"
+
+
+def _print(config: StepConfig, found: dict[str, Any]) -> None:
+    print(f"{config.preset}, {config.precision}, kernels {config.kernels}, compile {config.compile}")
+    print(f"{found['parameters'] / 1e6:.0f} M dense parameters; built in {found['build']:.1f} s")
+    print(f"first step {found['first_step']:.1f} s, {config.warmup} steps after compile {found['warm_up']:.1f} s")
+    step = found["step"] * 1e3
+    print(
+        f"step {step:.1f} ms ({found['queue'] * 1e3:.1f} ms to queue), MFU {_share(found['mfu'])}, "
+        f"{found['useful_tflops']:.1f} useful TFLOP/s, {found['samples_per_second']:,.0f} samples/s, "
+        f"{found['tokens_per_second']:,.0f} tokens/s, peak memory {found['peak_memory_gb'] or 0:.1f} GB, "
+        f"loss {found['loss']:.4f}"
+    )
+    phases = {name: found[name] * 1e3 for name in ("forward", "backward", "optimizer", "copy")}
+    print(", ".join(f"{name} {ms:.1f} ms" for name, ms in phases.items()))
+    bound = max(phases, key=phases.__getitem__)
+    if found["kernels"]:
+        busy = found["kernels"][0]["ms"]
+        other = step - phases["forward"] - phases["backward"] - phases["optimizer"]
+        print(f"GPU busy {busy:.1f} ms of {step:.1f}, other {other:.1f} ms")
+        bound = "host" if busy < 0.85 * step else bound
+    print(f"bound by: {bound}")
+    for kind, row in found.get("local", {}).items():
+        print(f"alone {kind}: {row['seconds'] * 1e3:.1f} ms, {row['useful_gflop']:.0f} GFLOP, MFU {_share(row['mfu'])}")
+    for row in found["kernels"]:
+        print(f"{row['ms']:9.2f} ms {row['calls']:7.0f}  {row['kernel']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
