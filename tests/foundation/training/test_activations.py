@@ -69,8 +69,9 @@ def test_what_a_region_keeps_is_what_computing_again_frees() -> None:
     region = regions(model)[largest.region]
     region.register_forward_pre_hook(lambda _, args: inputs.extend(x.untyped_storage().nbytes() for x in args))
     recompute(model, [largest.region])
-    # The checkpoint holds the region's inputs by itself, where the hooks of this test do not see them.
-    assert largest.bytes <= before - kept(model) <= largest.bytes + sum(inputs)
+    # The checkpoint keeps the region's inputs instead, which others may keep too.
+    freed = before - kept(model)
+    assert 0 < largest.bytes - sum(inputs) <= freed <= largest.bytes
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
