@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundation.data import encoding, parquet_rows, window
 from foundation.data.dataset import Dataset
 from foundation.data.encoding import Column, EncodedBatch, EncodedRows, encode_rows
 from foundation.data.ids import xxhash64
@@ -152,6 +153,17 @@ def test_order_does_not_depend_on_workers(dataset: Dataset, single_rows: Dataset
             assert len(many) == len(alone)
             for left, right in zip(alone, many, strict=True):
                 same(left, right)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_content_does_not_depend_on_portions(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """How many values are looked up at once, how many rows are decoded at once, and how memory grows."""
+    expected = read(dataset)
+    monkeypatch.setattr(encoding, "_LOOKUP", 3)
+    monkeypatch.setattr(window, "_MANY", 1)
+    monkeypatch.setattr(parquet_rows, "_BATCH_ROWS", 2)
+    for left, right in zip(expected, read(dataset, workers=workers), strict=True):
+        same(left, right)
 
 
 def test_counters_do_not_depend_on_workers(dataset: Dataset) -> None:

@@ -80,6 +80,25 @@ def test_batches_are_writable_and_independent(dataset: Dataset) -> None:
         assert len(np.unique(np.concatenate([b.impression_id for b in again]))) == 90
 
 
+def test_batches_that_are_kept_do_not_change(dataset: Dataset) -> None:
+    expected = [b.impression_id.tolist() for b in LogReader(dataset, "train", config(0))]
+    for every in (1, 2, 3, 5):
+        # A tensor or a view keeps a batch as the batch itself does.
+        kept = {
+            i: batch.impression_id[::1]
+            for i, batch in enumerate(LogReader(dataset, "train", config(2)))
+            if i % every == 0
+        }
+        assert {i: ids.tolist() for i, ids in kept.items()} == {
+            i: ids for i, ids in enumerate(expected) if i % every == 0
+        }
+
+
+def test_memory_of_a_batch_is_used_again_when_its_arrays_are_gone(dataset: Dataset) -> None:
+    places = {batch.impression_id.__array_interface__["data"][0] for batch in LogReader(dataset, "train", config(1))}
+    assert len(places) <= 2 + workers._LENT < 90 / 4
+
+
 SCRIPT = """
 import sys, time
 from foundation.data.dataset import Dataset
