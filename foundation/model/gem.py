@@ -23,9 +23,10 @@ from foundation.model.embeddings import Embedded, Embeddings, EmbeddingsConfig
 from foundation.model.events import Events, EventsConfig, EventTokens, History
 from foundation.model.heads import Heads, HeadsConfig
 from foundation.model.layer import Layer, LayerConfig, SequenceSummaries
-from foundation.model.loss import LossOutput, masked_loss
+from foundation.model.loss import LossConfig, LossOutput, masked_loss
 from foundation.model.match import MatchConfig, MatchStatistics
 from foundation.model.streams import MERGED, MergeStreams, Stream, StreamsConfig, by_stream, check_names, resolve
+from foundation.model.surfaces import Surfaces, SurfacesConfig
 from foundation.model.tokens import FeatureTokens, TokensConfig
 from kernels.jagged import gather_rows
 
@@ -45,7 +46,8 @@ class GEMConfig:
         members: ensemble members inside the model: each has its own token projections, interaction arms and heads and
             its own loss; tables and sequence arms are shared; the model's probability is the mean over members.
         streams: what differs between event streams, and where they are merged.
-        embeddings, tokens, events, match, layer, heads: the parts.
+        embeddings, tokens, events, match, layer, heads, loss: the parts.
+        surfaces: which of them share parameters, and what they weigh in the loss.
     """
 
     width: int = 64
@@ -60,6 +62,8 @@ class GEMConfig:
     streams: StreamsConfig = field(default_factory=StreamsConfig)
     layer: LayerConfig = field(default_factory=LayerConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    surfaces: SurfacesConfig = field(default_factory=SurfacesConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
 
     def __post_init__(self) -> None:
         for key in ("width", "layers", "members"):
@@ -179,11 +183,13 @@ class GEM(nn.Module):
         inputs += sum(stream.cross.sequence_tokens for stream in last)
         self.heads = Heads(config.heads, schema, inputs * width, members)
         self.embedding_width = members * self.heads.width
+        self.surfaces = Surfaces(config.surfaces, schema)
         weights = torch.tensor([task.weight for task in schema.tasks])
         self.register_buffer("task_weights", weights, persistent=False)
 
     def forward(self, batch: Batch) -> GEMOutput:
         """Logits of every impression and task."""
+        batch = self.surfaces.pool(batch)
         embedded = self.embeddings(batch)
         if self.config.user_layers:
             x, histories, item = self._user(embedded, batch)
@@ -263,7 +269,8 @@ class GEM(nn.Module):
     def loss(self, output: GEMOutput, batch: Batch) -> LossOutput:
         """The training loss, see ``foundation.model.loss.masked_loss``."""
         logits = output.logits if output.member_logits is None else output.member_logits
-        return masked_loss(logits, batch, self.task_weights)
+        weight = self.surfaces.weight(self._surface(batch))
+        return masked_loss(logits, batch, self.task_weights, self.config.loss, weight)
 
     def dense_parameters(self) -> Iterator[nn.Parameter]:
         """All parameters but the tables."""
@@ -299,6 +306,17 @@ class GEM(nn.Module):
             else:
                 own[stream.name] = module
         return base, own
+
+    def surface_parameters(self) -> dict[str, int]:
+        """Names of parameters with a part for each surface, and the dim along which these lie, as many for each."""
+        dims = {
+            "tokens.surface": 0,
+            "heads.adapters.down.weight": 2,
+            "heads.adapters.down.bias": 2,
+            "heads.adapters.up.weight": 1,
+            "heads.surface_bias": 1,
+        }
+        return {name: dims[name] for name, _ in self.named_parameters() if name in dims}
 
     def _targets(self, item: Tensor, phases: tuple[tuple[Stream, ...], ...]) -> dict[str, Tensor]:
         """A vector of the candidate for each stream ``[N, E]`` from its tokens ``[M, N, n, D]``; 0 where not needed."""

@@ -47,6 +47,7 @@ from foundation.training.rng import seed_all, untouched_rng
 from foundation.training.run_log import RunLog, finite, print_summary
 from foundation.training.schedule import ScheduleConfig
 from foundation.training.state import Progress, TrainState
+from foundation.training.warm_start import Freeze, WarmStart
 
 FORMAT = 1
 
@@ -82,6 +83,8 @@ class TrainConfig:
         max_skipped: this many steps in a row with a loss that is not finite end the run.
         resume: go on from the latest checkpoint in `out`, if there is one.
         overwrite: replace what is in `out`.
+        init_from: folder of a run to start from instead of at random; the schema may have more surfaces.
+        freeze: none, or trunk: only what belongs to surfaces that `init_from` did not have learns.
     """
 
     dataset: str
@@ -108,8 +111,14 @@ class TrainConfig:
     max_skipped: int = 10
     resume: bool = False
     overwrite: bool = False
+    init_from: Path | None = None
+    freeze: Freeze = "none"
 
     def __post_init__(self) -> None:
+        if self.freeze not in ("none", "trunk"):
+            raise ValueError(f"freeze: must be none or trunk, got {self.freeze!r}")
+        if self.freeze == "trunk" and (self.init_from is None or self.dense.weight_decay or self.reset_tables):
+            raise ValueError("freeze: trunk needs init_from, and neither dense.weight_decay nor reset_tables")
         if self.epochs <= 0:
             raise ValueError(f"epochs: must be above 0, got {self.epochs}")
         for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1)):
@@ -172,7 +181,8 @@ def train(config: TrainConfig) -> TrainResult:
         fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         if fabric.is_global_zero:
             settings.show(config, "train")
-        loop = _build(config, dataset, fabric, fresh)
+        start = None if config.init_from is None else WarmStart.of(config.init_from, config.freeze, dataset)
+        loop = _build(config, dataset if start is None else start.dataset(dataset), fabric, fresh, start)
         ended = loop.run()
         return _finish(config, loop, ended)
 
@@ -189,7 +199,7 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     settings.save(config, config.out / "config.yaml")
 
 
-def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -> Loop:
+def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, start: WarmStart | None) -> Loop:
     """Model, optimizers and readers, at step 0 or at the latest checkpoint. Writes only when all of them are right."""
     rank, world = fabric.global_rank, fabric.world_size
     train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
@@ -198,7 +208,13 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool) -
 
     seed_all(config.seed)
     topology = Topology.load(config.topology) if config.topology else None
-    model = parallelize(_model(config, dataset), config.sparse, fabric.device, config.parallel, topology)
+    plain, sparse = _model(config, dataset), config.sparse
+    if start is not None:
+        start.fill(plain)
+        sparse = start.sparse(sparse)
+    model = parallelize(plain, sparse, fabric.device, config.parallel, topology)
+    if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
+        raise ValueError("freeze: a frozen trunk is replicated, it goes with neither parallel.shard nor parallel.expert")
     state = TrainState.of(model, config.dense, config.ema)
     seed_all(config.seed * 1_000_003 + 1 + rank)  # dropout differs between ranks
 
