@@ -214,9 +214,7 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
         sparse = start.sparse(sparse)
     model = parallelize(plain, sparse, fabric.device, config.parallel, topology)
     if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
-        raise ValueError(
-            "freeze: a frozen trunk is replicated, it goes with neither parallel.shard nor parallel.expert"
-        )
+        raise ValueError("freeze: a frozen trunk is replicated; leave parallel.shard and parallel.expert at 1")
     state = TrainState.of(model, config.dense, config.ema)
     seed_all(config.seed * 1_000_003 + 1 + rank)  # dropout differs between ranks
 
