@@ -7,6 +7,7 @@ run removes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -37,8 +38,9 @@ def atomic_dir(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         yield temporary
         _sync_tree(temporary)
         _replace_dir(temporary, final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        _name_full_disk(error, final)
         raise
 
 
@@ -59,9 +61,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         _sync(temporary)
         os.replace(temporary, final)
         _sync(final.parent)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        _name_full_disk(error, final)
         raise
 
 
@@ -95,6 +98,12 @@ def sha256_file(path: str | Path) -> str:
     """SHA-256 of a file's bytes as 64 hex digits, read in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _name_full_disk(error: BaseException, final: Path) -> None:
+    """Raises what says which output did not fit; libraries that write files do not."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise OSError(error.errno, f"{os.strerror(error.errno)}; nothing was written", str(final)) from error
 
 
 def _temporary(final: Path) -> Path:

@@ -5,7 +5,9 @@ Rows keep the order of the files, so "the first of two duplicates" means what a 
 
 from __future__ import annotations
 
+import errno
 import glob
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,8 +58,10 @@ def duckdb_errors() -> Iterator[None]:
     try:
         yield
     except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+        _raise_full_disk(error)
         raise OSError(f"{_first_line(error)}; raise memory_gb or free disk space where the output goes") from error
     except (duckdb.Error, IbisError) as error:
+        _raise_full_disk(error)
         raise PrepareError(_first_line(error)) from error
 
 
@@ -228,6 +232,7 @@ def _orc_to_parquet(file: str, connection: ibis.BaseBackend, name: str) -> str:
             for stripe in range(source.nstripes):
                 writer.write_batch(source.read_stripe(stripe))
     except (pa.ArrowException, OSError) as error:
+        _raise_full_disk(error)
         raise PrepareError(f"{file}: not a readable ORC file; it may be truncated ({error})") from None
     return str(target)
 
@@ -241,11 +246,18 @@ def _naming(files: Sequence[str], key: str) -> Iterator[None]:
         raise
     except duckdb.Error as error:
         line = _first_line(error)
+        _raise_full_disk(error)
         named = [f for f in files if f in str(error)] or list(files[:1])
         prefix = f"{key}: {named[0]}: " if named else ""
         if isinstance(error, duckdb.IOException) and not named:
             raise
         raise PrepareError(f"{prefix}cannot be read: {line}") from error
+
+
+def _raise_full_disk(error: Exception) -> None:
+    """A full disk is not a fault of the file that is read. DuckDB and Arrow say it in words only."""
+    if os.strerror(errno.ENOSPC) in str(error):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -113,7 +113,8 @@ def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """A real ENOSPC: /dev/full refuses every write."""
     if not Path("/dev/full").exists():
         pytest.skip("/dev/full: this system has none")
-    with pytest.raises(OSError, match="No space left"), atomic_dir(tmp_path / "out") as temporary:
+    named = rf"No space left on device; nothing was written: '{tmp_path}/out'"
+    with pytest.raises(OSError, match=named), atomic_dir(tmp_path / "out") as temporary:
         (temporary / "a.txt").write_text("a")
         with open("/dev/full", "w") as full:
             full.write("x")

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import errno
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import ibis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import orc
 
-from foundation.data.sources import PrepareError, blank, connect, duckdb_errors, expand, load, require_unique
+from foundation.data.sources import PrepareError, _naming, blank, connect, duckdb_errors, expand, load, require_unique
 
 TABLE = pa.table(
     {"id": [3, 1, 2, 9, 5], "name": ["c", None, "UNKNOWN", "d", "e"], "x": [1.5, float("nan"), -124.0, 2.0, 0.0]}
@@ -138,3 +140,11 @@ def test_side_tables_have_one_row_per_id(connection: ibis.BaseBackend, tmp_path:
         require_unique(table, "name", "users")
     with pytest.raises(PrepareError, match=r"users\.key: no column 'uid'; columns are id, name, x"):
         require_unique(table, "uid", "users")
+
+
+@pytest.mark.parametrize("kind", [duckdb.TransactionException, duckdb.IOException, duckdb.OutOfMemoryException])
+def test_a_full_disk_is_no_fault_of_the_log(kind: type[Exception]) -> None:
+    full = kind('Could not write file "/out/work.duckdb.wal": No space left on device')
+    with pytest.raises(OSError, match=r"No space left on device$") as error, duckdb_errors(), _naming(["a.csv"], "log"):
+        raise full
+    assert error.value.errno == errno.ENOSPC
