@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from foundation.data.arrow_columns import Role, string_leaves
 from foundation.data.storage import DatasetError, open_parquet
 
-_BATCH_ROWS = 4096
+_BATCH_ROWS = 8192
 _BATCH_BYTES = 32 << 20
 # Places kept inside row groups, and files kept open.
 _CURSORS = 4

@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import numpy as np
-import pyarrow as pa
 
 from foundation.data.encoding import EncodedBatch
 from foundation.data.plan import Unit
@@ -198,8 +197,6 @@ def _work(
     # Ctrl-C is for the main process, which then ends its workers; its other handlers are not for them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Arrow's own allocators give memory back after a few milliseconds without use, and fetch it anew for each batch.
-    pa.set_memory_pool(pa.system_memory_pool())
     # What was there before is there to stay; the collector need not look at it again and again.
     gc.freeze()
     for other in inherited:
