@@ -36,7 +36,7 @@ class ReaderConfig:
         batch_size: the most impressions of a batch. A request is never split, unless it alone is larger.
         shuffle_window: rows that are shuffled together, by request; 0 reads in file order. Memory grows with it.
         window_mb: the most memory for the histories of a window; where histories are long, windows get smaller.
-        workers: processes that read and encode; 0 reads in the calling process.
+        workers: processes that read and encode, at most one for each row group; 0 reads in the calling process.
         prefetch: batches that each worker may have ready.
         seed: for the order of rows; every epoch has its own.
         drop_last: leave out the last batch of a window if it is not full, and what other ranks have too few of.
@@ -212,7 +212,9 @@ class LogReader:
         )
         try:
             if self.config.workers and real:
-                workers = min(self.config.workers, len(real))
+                # Two workers in one row group would both decode all its rows.
+                groups = {piece.group for unit in real for piece in unit.pieces}
+                workers = min(self.config.workers, len(real), len(groups))
                 with WorkerPool(loader, real, workers, self.config.prefetch) as pool:
                     yield from self._count(iter(pool))
             else:

@@ -59,6 +59,14 @@ def test_nothing_runs_on_after_an_epoch_or_a_break(dataset: Dataset) -> None:
     assert not mp.active_children()
 
 
+def test_no_more_workers_than_row_groups(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, train_parts(small_table([1, 2, 3] * 15)), row_group_size=90)
+    iterator = iter(LogReader(dataset, "train", config(3)))
+    next(iterator)
+    assert len(mp.active_children()) == 1
+    assert sum(1 for _ in iterator) > 20
+
+
 def test_batches_too_large_for_shared_memory_come_through_the_pipe(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
