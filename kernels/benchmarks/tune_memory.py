@@ -1,6 +1,6 @@
 """Finds the fastest correct configuration of the kernels that memory bounds: ``kernels/common/memory_tuned.json``.
 
-    python -m kernels.benchmarks.tune_memory [--output FILE] [--seconds 120]
+    python -m kernels.benchmarks.tune_memory [--output FILE] [--seconds 120] [--kernels sum norm_backward]
 
 A candidate is run on random inputs and compared with the float64 reference first; only one that moves every row where
 it belongs and whose sums are within bf16 rounding may win. Candidates are compiled in parallel processes beforehand.
@@ -77,18 +77,18 @@ def candidates(job: Job) -> list[Config]:
     block = triton.next_power_of_2(job.width)
     if job.kernel == "sum":
         tiles = [(2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
-        chunks = (256, 512, 1024) if job.length > 64 else (512,)
+        chunks = (128, 256, 512) if job.length > 64 else (512,)
         return [
             {"CHUNK": chunk, "ROWS": size // block, "num_warps": warps, "STAGES": stages}
             for size, warps in tiles
             for chunk in chunks
-            for stages in (1, 2, 4)
+            for stages in (1, 3)
         ]
     if job.kernel == "norm_forward":
         tiles = [(2048, 4), (4096, 4), (8192, 8), (4096, 8), (1024, 2)]
         return [{"ROWS": max(1, size // block), "num_warps": warps} for size, warps in tiles]
     if job.kernel == "norm_backward":
-        shapes = [(512, 1, 16), (1024, 2, 8), (2048, 4, 4), (2048, 2, 8)] if block < 4096 else [(1, 4, 4), (1, 8, 2)]
+        shapes = [(1024, 2, 4), (2048, 4, 4), (2048, 2, 4)] if block < 4096 else [(1, 4, 2), (1, 8, 1)]
         return [
             {"ROWS": max(1, size // block), "num_warps": warps, "PROGRAMS": more * programs, "STAGES": stages}
             for size, warps, programs in shapes
@@ -211,13 +211,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=memory_tuning.TUNED)
     parser.add_argument("--seconds", type=float, default=120, help="start no further kernel after this long")
+    parser.add_argument("--kernels", nargs="*", help="only these; default all")
     options = parser.parse_args()
     start = time.time()
+    jobs = [job for job in JOBS if not options.kernels or job.kernel in options.kernels]
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        pool.map(_compile, JOBS, chunksize=1)
+        pool.map(_compile, jobs, chunksize=1)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     found: dict[str, Config] = {}
-    for job in JOBS:
+    for job in jobs:
         if time.time() - start > options.seconds:
             print(f"no time for {job}")
             continue

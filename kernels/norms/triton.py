@@ -25,6 +25,9 @@ from kernels.common import memory_tuning
 WIDEST = 8192
 """The widest rows of the kernels."""
 
+FINISH = {"ROWS": 256, "COLUMNS": 16}
+"""The tile of ``finish_kernel``: much in flight, since it runs alone."""
+
 
 @triton.jit
 def _load(X, st, r, live, c, inside):
@@ -136,6 +139,28 @@ def backward_kernel(
         tl.store(PARTIAL + place + c, tl.sum(d_bias, 0), mask=inside)
 
 
+@triton.jit
+def _total(PARTIAL, OUT, programs, c, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    total = tl.zeros([ROWS, c.shape[0]], tl.float32)
+    mask = (c < WIDTH)[None, :]
+    for start in range(0, programs, ROWS):
+        r = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(PARTIAL + r.to(tl.int64) * WIDTH + c[None, :], mask=(r < programs) & mask, other=0.0)
+    tl.store(OUT + c, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=c < WIDTH)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def finish_kernel(
+    PARTIAL, DW, DBIAS, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Sums of the programs of ``backward_kernel``; a program has ``COLUMNS`` columns."""
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if DW is not None:
+        _total(PARTIAL, DW, programs, c, WIDTH, ROWS)
+    if DBIAS is not None:
+        _total(PARTIAL + programs.to(tl.int64) * WIDTH, DBIAS, programs, c, WIDTH, ROWS)
+
+
 def supports(x: Tensor) -> bool:
     """Whether the kernels take these rows: 16-bit and float32, of at most ``WIDEST`` elements."""
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[1] <= WIDEST
@@ -192,10 +217,9 @@ def backward(
         grad.stride(0), _stride(grad_z), z.stride(0), _stride(gate),
         center, act == "silu", width, _block(width), **options,
     )  # fmt: skip
-    if weight is not None:
-        d_weight = partial[0].sum(0).to(weight.dtype)
-    if bias is not None:
-        d_bias = partial[1].sum(0).to(bias.dtype)
+    if weight is not None or bias is not None:
+        sums = (None if weight is None else d_weight, None if bias is None else d_bias)
+        finish_kernel[(-(-width // FINISH["COLUMNS"]),)](partial, *sums, programs, width, **FINISH, num_warps=8)
     return dz, d_gate, d_weight, d_bias
 
 
