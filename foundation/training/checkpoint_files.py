@@ -12,6 +12,7 @@ moment therefore leaves the previous checkpoint in place and reachable.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from foundation.data.files import atomic_write, sha256_file
 from foundation.data.json_shape import Each, require_shape
-from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread
+from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread, local_shards
+from foundation.training.hashing_writer import HashingWriter
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -46,7 +48,14 @@ def step_name(step: int) -> str:
 
 
 def write_checkpoint(
-    folder: Path, step: int, tensors: Tensors, rank_state: Mapping[str, Any], manifest: Mapping[str, Any]
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    rank_state: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    *,
+    best: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Writes one checkpoint and points `latest` at it; a collective call.
 
@@ -56,6 +65,8 @@ def write_checkpoint(
         tensors: by key; replicated ones are written once, of sharded ones each rank writes its part.
         rank_state: plain values of this rank.
         manifest: plain values of the run, equal on all ranks; what rank 0 passes is written.
+        best: point `best` at it too.
+        group: the ranks' process group for this call; None takes the default one.
 
     Returns:
         The folder that was written.
@@ -64,30 +75,39 @@ def write_checkpoint(
         CheckpointError: on every rank, if any rank could not write. Nothing is left behind.
     """
     final, temporary = folder / step_name(step), folder / f"{step_name(step)}.tmp"
-    rank = _rank()
-    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+    rank, what = _rank(), f"cannot write checkpoint {final}"
+    advice = "; the checkpoints before it are untouched: see to that, then go on with resume true"
+    with _together(what, cleanup=temporary, group=group, advice=advice):
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+    writer = HashingWriter(temporary, on_device=any(_on_device(value) for value in tensors.values()))
+    with _together(what, cleanup=temporary, group=group, advice=advice):
         with _quiet():
-            writer = dcp.FileSystemWriter(temporary)
-            dcp.save(dict(tensors), storage_writer=writer, planner=SavePlanner(), no_dist=not _distributed())
-        atomic_write(temporary / _rank_file(rank), json.dumps(rank_state))
-    with _together(f"cannot write checkpoint {final}", cleanup=temporary):
+            planner = SavePlanner()
+            dcp.save(
+                dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed()
+            )
+        own = temporary / _rank_file(rank)
+        atomic_write(own, json.dumps(rank_state))
+        written = writer.files | {own.name: {"bytes": own.stat().st_size, "sha256": sha256_file(own)}}
+    files = {name: entry for part in _gather(written, group) for name, entry in part.items()}
+    with _together(what, cleanup=temporary, group=group, advice=advice):
         if rank == 0:
-            files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-                for path in sorted(temporary.iterdir())
-            }
-            whole = {"format": FORMAT, "step": step, **manifest, "files": files}
-            atomic_write(temporary / MANIFEST, json.dumps(whole, indent=1))
-            _sync_folder(temporary)
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(temporary, final)
-            _sync_folder(folder)
+            commit(temporary, final, {"format": FORMAT, "step": step, **manifest, "files": files})
             atomic_write(folder / "latest", final.name)
+            if best:
+                atomic_write(folder / "best", final.name)
     return final
+
+
+def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Makes a folder of flushed files a checkpoint: its manifest, then its name. One process calls it."""
+    atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1))
+    _sync_folder(temporary)
+    _discard(final)
+    os.rename(temporary, final)
+    _sync_folder(final.parent)
 
 
 def point(folder: Path, name: str, target: Path) -> None:
@@ -96,15 +116,34 @@ def point(folder: Path, name: str, target: Path) -> None:
         atomic_write(folder / name, target.name)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Removes all checkpoints but the `keep` newest and those that a pointer names, and unfinished ones."""
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Removes checkpoints that the policy does not keep, and unfinished ones; only rank 0 does.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+        keep: so many of the newest stay; so do those that `latest` and `best` name.
+        keep_every: those of steps that this divides stay for ever; 0 for none.
+    """
     if _rank() != 0:
         return
     named = {path.read_text().strip() for path in (folder / "latest", folder / "best") if path.is_file()}
     steps = sorted(path for path in folder.glob("step-*") if path.suffix != ".tmp")
-    for path in [*steps[: len(steps) - keep], *folder.glob("step-*.tmp")]:
-        if path.name not in named:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in steps[: max(0, len(steps) - keep)]:
+        number = path.name.removeprefix("step-")
+        for_ever = keep_every and number.isdigit() and int(number) % keep_every == 0
+        if path.name not in named and not for_ever:
+            _discard(path)
+    for path in folder.glob("step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint; renamed first, so that a kill meanwhile does not leave one that looks whole."""
+    if path.exists():
+        gone = path.with_name(f"{path.name}.old.tmp")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
@@ -164,20 +203,28 @@ def verify_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     """Compares size and SHA-256 of the files with the manifest; ranks share the work. A collective call.
 
     Raises:
-        CheckpointError: on every rank, naming the first file that is missing or differs.
+        CheckpointError: on every rank, naming files that are missing or differ.
     """
     with _together(""):
+        problems: list[str] = []
         for number, (name, wanted) in enumerate(sorted(manifest["files"].items())):
-            path = checkpoint / name
-            if number % _world() != _rank():
-                continue
-            if not path.is_file():
-                raise CheckpointError(f"{path}: is missing; the checkpoint is damaged")
-            size = path.stat().st_size
-            if size != wanted["bytes"]:
-                raise CheckpointError(f"{path}: has {size} bytes instead of {wanted['bytes']}; it is damaged")
-            if sha256_file(path) != wanted["sha256"]:
-                raise CheckpointError(f"{path}: its SHA-256 differs from the manifest's; it is damaged")
+            if number % _world() == _rank():
+                problems += _damage(checkpoint / name, wanted)
+        if problems:
+            raise CheckpointError("; ".join(problems))
+
+
+def _damage(path: Path, wanted: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            yield f"{path}: has {size} bytes instead of {wanted['bytes']}; it is damaged"
+        elif sha256_file(path) != wanted["sha256"]:
+            yield f"{path}: its SHA-256 differs from the manifest's; it is damaged"
+    except FileNotFoundError:
+        yield f"{path}: is missing; the checkpoint is damaged"
+    except OSError as error:
+        yield f"{path}: cannot be read ({error.strerror})"
 
 
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
@@ -260,41 +307,61 @@ def _sync_folder(path: Path) -> None:
 
 def _union(keys: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Keys of all ranks; a rank without a row of a table has no momentum for it."""
+    return {key: shape for part in _gather(keys, None) for key, shape in part.items()}
+
+
+def _on_device(value: Spread) -> bool:
+    return any(not piece.is_cpu for _, piece in local_shards(value))
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks, on each of them."""
     if _world() == 1:
-        return keys
-    gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(_world())]
-    dist.all_gather_object(gathered, keys)
-    return {key: shape for part in gathered for key, shape in part.items()}
+        return [value]
+    values: list[Any] = [None] * _world()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @contextmanager
-def _together(what: str, cleanup: Path | None = None) -> Iterator[None]:
+def _together(
+    what: str, cleanup: Path | None = None, group: dist.ProcessGroup | None = None, advice: str = ""
+) -> Iterator[None]:
     """Runs a block on every rank; if it fails on one, every rank raises a CheckpointError with the first reason."""
     reason: str | None = None
     bug: Exception | None = None
     try:
         yield
     except CheckpointException as error:  # torch's own, not an Exception: one reason per rank
-        reason = str(next(iter(error.failures.values()))[0])
+        reason = _reason(next(iter(error.failures.values()))[0])
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error)
+        reason = _reason(error)
     except Exception as error:  # raised below, once the other ranks know that they need not wait
-        reason, bug = str(error), error
-    reasons: list[str | None] = [reason]
-    if _world() > 1:
-        reasons = [None] * _world()
-        dist.all_gather_object(reasons, reason)
-    first = next((r for r in reasons if r is not None), None)
+        reason, bug = _reason(error), error
+    first = next((r for r in _gather(reason, group) if r is not None), None)
     if first is None:
         return
     if cleanup is not None and _rank() == 0:
         shutil.rmtree(cleanup, ignore_errors=True)
-    raise CheckpointError(f"{what}: {first}" if what else first) from bug
+    raise CheckpointError((f"{what}: {first}" if what else first) + advice) from bug
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, and what to do where the file system says it."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{error}; free space there, or keep fewer checkpoints (checkpoint.keep)"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error}; this user must be able to write there"
+    return str(error)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's warning that a checkpoint of one process is one of one process."""
+    if _distributed():  # it does not warn, and filters of warnings belong to all threads
+        yield
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from foundation.data.batch import Batch
 from foundation.data.logs import LogReader
 from foundation.data.progress import progress as progress_bar
-from foundation.training.checkpoint_files import point, prune, write_checkpoint
+from foundation.training.checkpoint_writer import CheckpointConfig, CheckpointWriter
 from foundation.training.evaluate import EvaluationConfig, evaluate
 from foundation.training.guard import TableGuard
 from foundation.training.metrics import LARGER_IS_BETTER, Results, pick
@@ -35,25 +35,6 @@ RUN_AHEAD = 2
 
 class TrainingError(ValueError):
     """Training cannot go on; the message says why and what to try."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """When checkpoints are written, besides at the best evaluation and at the end.
-
-    Args:
-        every: steps between checkpoints; 0 writes none besides those.
-        keep: newest checkpoints to keep; the best one is always kept.
-    """
-
-    every: int = 0
-    keep: int = 2
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every: must not be negative, got {self.every}")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep: must be at least 1, got {self.keep}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +129,7 @@ class Loop:
         # Where the host need not wait to learn what became of a step, it does so at once.
         self._run_ahead = RUN_AHEAD if self.fabric.device.type == "cuda" else 0
         self._guard = TableGuard(self.state.model) if self._run_ahead else None
+        self.writer = CheckpointWriter(self.checkpoints, self.config.checkpoint)
 
     def run(self) -> str:
         """Trains until the last step or an early stop; returns which: "finished" or "stopped early".
@@ -159,7 +141,7 @@ class Loop:
         stopped = self._out_of_patience()
         if stopped or progress.step >= self.config.steps:  # a run that had ended is resumed
             return "stopped early" if stopped else "finished"
-        with self._bar() as advance:
+        with self.writer, self._bar() as advance:
             for delivered, last_of_epoch in self._batches():
                 self._step(delivered)
                 self._settle(self._run_ahead)
@@ -175,7 +157,7 @@ class Loop:
                     self._save()
                 if stopped or last:
                     break
-        self._save()
+            self._save()
         return "stopped early" if stopped else "finished"
 
     def _batches(self) -> Iterator[tuple[Delivered, bool]]:
@@ -294,7 +276,7 @@ class Loop:
         self.log.evaluation(config.split, progress.step, self.results, value, improved)
         self.log.say(f"step {progress.step}: {config.split} {config.metric} {value:.5f}{' (best)' if improved else ''}")
         if improved:
-            point(self.checkpoints, "best", self._save())
+            self._save(best=True)
         self._window.restart_clock()
         return self._out_of_patience()
 
@@ -302,20 +284,18 @@ class Loop:
         patience = self.config.evaluation.patience
         return bool(patience) and self.state.progress.evaluations_since_best >= patience
 
-    def _save(self) -> Path:
-        """Writes a checkpoint of the current step, unless there is one."""
+    def _save(self, best: bool = False) -> None:
+        """Saves the current step, unless it is already; as the best one if that is said when it is first saved."""
         self._settle()
         progress = self.state.progress
-        path = self.checkpoints / f"step-{progress.step:08d}"
-        if self._saved_at != progress.step:
-            rank_state = {"rng": rng_state(self.fabric.device), "reader": self._position}
-            metrics = finite(self.results) if progress.evaluated_at == progress.step else {}
-            manifest = {**self.manifest, "progress": progress.to_dict(), "metrics": metrics}
-            path = write_checkpoint(self.checkpoints, progress.step, self.state.tensors(), rank_state, manifest)
-            self._saved_at = progress.step
-            self._window.restart_clock()
-        prune(self.checkpoints, self.config.checkpoint.keep)
-        return path
+        if self._saved_at == progress.step:
+            return
+        rank_state = {"rng": rng_state(self.fabric.device), "reader": self._position}
+        metrics = finite(self.results) if progress.evaluated_at == progress.step else {}
+        manifest = {**self.manifest, "progress": progress.to_dict(), "metrics": metrics}
+        self.writer.save(progress.step, self.state.tensors(), rank_state, manifest, best=best)
+        self._saved_at = progress.step
+        self._window.restart_clock()
 
     def _bar(self) -> AbstractContextManager[Callable[..., None]]:
         if not self.fabric.is_global_zero:

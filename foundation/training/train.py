@@ -234,7 +234,7 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
             best = checkpoints / f"step-{state.progress.best_step:08d}"
             if best.is_dir():
                 point(checkpoints, "best", best)
-        prune(checkpoints, config.checkpoint.keep)
+        prune(checkpoints, config.checkpoint.keep, config.checkpoint.keep_every)
     steps = steps_of(reader, config.epochs, state.progress)
     steps = min(steps, config.max_steps) if config.max_steps else steps
     if fabric.is_global_zero:
