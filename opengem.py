@@ -65,6 +65,11 @@ COMMANDS: dict[str, Command] = {
         help="check a dataset, or without one the installation",
         torch=False,
     ),
+    "plan": Command(
+        stage="foundation.parallel.preview.plan:plan",
+        config="PlanConfig",
+        help="memory, traffic and time of a training step on a cluster; launches nothing",
+    ),
     "train": Command(
         stage="foundation.training.train:train",
         config="TrainConfig",

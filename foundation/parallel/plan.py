@@ -14,6 +14,8 @@ from torchrec.distributed.types import EnumerableShardingSpec, ModuleSharder, Sh
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from foundation.parallel.placement import TableSize, place_tables
+
 Collection: TypeAlias = EmbeddingCollection | EmbeddingBagCollection
 
 
@@ -71,20 +73,17 @@ def sharding_plan(
         per_host: ranks of a host.
     """
     size = len(ranks)
-    held = [0] * size
-    choices: dict[str, dict[str, object]] = {path: {} for path in collections}
-    sizes = {
-        (path, table.name): (table.num_embeddings, table.num_embeddings * table.embedding_dim)
+    sizes = [
+        TableSize(f"{path}.{table.name}", table.num_embeddings, table.embedding_dim)
         for path, module in collections.items()
         for table in tables_of(module)
-    }
-    for (path, name), (rows, elements) in sorted(sizes.items(), key=lambda item: (-item[1][1], item[0])):
-        if size > 1 and rows >= max(config.row_wise_from, size):  # to deal ids by row, TorchRec waits for the device
-            choices[path][name] = row_wise()
-            continue
-        rank = held.index(min(held))
-        held[rank] += elements
-        choices[path][name] = table_wise(rank=rank)
+    ]
+    owner = place_tables(sizes, config.row_wise_from, size)
+    choices: dict[str, dict[str, object]] = {path: {} for path in collections}
+    for path, module in collections.items():
+        for table in tables_of(module):
+            rank = owner[f"{path}.{table.name}"]
+            choices[path][table.name] = row_wise() if rank is None else table_wise(rank=rank)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     plan = ShardingPlan(
         plan={

@@ -1,0 +1,118 @@
+"""GB of one GPU, term by term, from the sizes of the model, its placement and a rehearsed step.
+
+Legend: P dense parameters of a rank's model before FSDP cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foundation.parallel.placement import TableSize, rows_of_ranks
+from foundation.parallel.preview.meter import COPIES
+from foundation.parallel.preview.rehearsal import Rehearsal
+from foundation.parallel.topology import Layout
+from foundation.training.ema import EMAConfig
+
+FLOAT = 4
+"""Weights, gradients, optimizer states, averages and tables are float32."""
+
+BATCHES = 4
+"""Batches on a device: the next one, the current one, and the two before it, of which the host has not heard yet."""
+
+WORKSPACES = 2 * 32 << 20
+"""cuBLAS keeps 32 MiB for each thread that queues products: one forward, one backward."""
+
+OUTSIDE = "outside of the allocator"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of the fullest GPU at the fullest moment.
+
+    Args:
+        terms: by name; they add up to `total`.
+        allocated: what `torch.cuda.max_memory_allocated` would say.
+        total: with the reserve.
+        tables_heaviest, tables_mean: bytes of tables on the fullest rank and on average.
+    """
+
+    terms: dict[str, float]
+    allocated: float
+    total: float
+    tables_heaviest: float
+    tables_mean: float
+
+
+def memory_of(
+    rehearsal: Rehearsal,
+    layout: Layout,
+    tables: Sequence[TableSize],
+    owner: dict[str, int | None],
+    ema: EMAConfig,
+    reserve: float,
+) -> Memory:
+    """Adds up a GPU's memory.
+
+    Tables, AdaGrad's sums (one number per row), dense weights, AdamW's two moments and averages are there all the time.
+    Gradients and activations come and go: the fullest moment counts. DDP keeps gradients in buckets from step to step;
+    FSDP holds its unsharded root, and two layers at a time, one running, one on its way, each with its gradient.
+    """
+    ranks = layout.table_shard
+    width, shard = layout.shard * layout.expert, layout.shard
+    held = np.zeros(ranks)
+    sums = np.zeros(ranks)
+    for table in tables:
+        rows = rows_of_ranks(table, owner[table.name], ranks)
+        held += rows * table.dim * FLOAT
+        sums += rows * FLOAT
+    fullest = int((held + sums).argmax())
+    weights = FLOAT * (rehearsal.rest / width + rehearsal.blocks / shard)
+    terms = {
+        "tables": float(held[fullest]),
+        "AdaGrad sums of rows": float(sums[fullest]),
+        "dense weights": weights,
+        "AdamW moments": 2 * weights,
+    }
+    if ema.decay:
+        terms["averages"] = weights + (float(held[fullest]) if ema.tables else 0.0)
+    terms |= _moment(rehearsal, layout)
+    terms["batches"] = float(BATCHES * rehearsal.batch)
+    terms["cuBLAS workspaces"] = float(WORKSPACES)
+    allocated = sum(terms.values())
+    terms[OUTSIDE] = reserve
+    return Memory(
+        terms=terms,
+        allocated=allocated,
+        total=allocated + reserve,
+        tables_heaviest=float(held.max()),
+        tables_mean=float(held.mean()),
+    )
+
+
+def _moment(rehearsal: Rehearsal, layout: Layout) -> dict[str, float]:
+    """Gradients, activations and what FSDP gathers, at the moment when they are most together."""
+    width = layout.shard * layout.expert
+    cut = width > 1
+    best: dict[str, float] = {}
+    in_layers = max(
+        (FLOAT * (rest + (blocks if layout.shard > 1 else 0)) for rest, blocks in rehearsal.layers), default=0
+    )
+    root = FLOAT * (rehearsal.rest - sum(rest for rest, _ in rehearsal.layers))
+    for (rest, blocks), other in rehearsal.frontier.items():
+        gradients = rest / width + blocks / layout.shard
+        if not cut and layout.world > 1:
+            gradients = float(FLOAT * (rehearsal.rest + rehearsal.blocks))
+        now = {
+            "gradients": gradients,
+            "activations": float(other - min(other, rehearsal.kept.get(COPIES, 0))),
+            COPIES: float(min(other, rehearsal.kept.get(COPIES, 0))),
+        }
+        if cut:
+            now["gathered by FSDP"] = float(root + 2 * in_layers)
+            now["gradients on their way"] = float(root + 2 * in_layers) if rest or blocks else 0.0
+        if sum(now.values()) > sum(best.values()):
+            best = now
+    return best
