@@ -75,6 +75,21 @@ COMMANDS: dict[str, Command] = {
         config="TrainConfig",
         help="train the foundation model",
     ),
+    "checkpoint inspect": Command(
+        stage="foundation.training.checkpoint_inspect:inspect_checkpoint",
+        config="InspectConfig",
+        help="print what a checkpoint holds and who wrote it, and verify its files",
+    ),
+    "checkpoint reshard": Command(
+        stage="foundation.training.checkpoint_reshard:reshard",
+        config="ReshardConfig",
+        help="write a checkpoint again in another number of files",
+    ),
+    "checkpoint export": Command(
+        stage="foundation.training.checkpoint_export:export_weights",
+        config="WeightsConfig",
+        help="write a checkpoint's weights as safetensors",
+    ),
     "predict": Command(
         stage="foundation.training.predict:predict",
         config="PredictConfig",

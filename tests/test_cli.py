@@ -63,7 +63,7 @@ def test_commands_equal_those_in_the_readme() -> None:
 
 def test_every_command_of_the_docs_exists() -> None:
     text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    used = set(re.findall(r"^opengem ((?:prepare )?[a-z]+)", text, re.MULTILINE))
+    used = set(re.findall(r"^opengem ((?:prepare |checkpoint )?[a-z]+)", text, re.MULTILINE))
     assert used and used <= set(opengem.COMMANDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from foundation.model.gem import GEM, GEMConfig
 from foundation.training.checkpoint_files import (
     MANIFEST,
     CheckpointError,
-    find_checkpoint,
     read_manifest,
     read_tensors,
+    run_checkpoint,
     saved_keys,
     verify_files,
 )
-from foundation.training.resume import check_origin
+from foundation.training.origin import check_origin, other_code
 from foundation.training.state import AVERAGE, MODEL
 
 
@@ -59,9 +60,7 @@ def load_model(run: str | Path, which: str | int = "best", device: torch.device 
         CheckpointError: there is no such run or checkpoint, it is damaged, or it does not belong to the run's schema.
     """
     folder = Path(run)
-    if not (folder / "checkpoints").is_dir():
-        raise CheckpointError(f"{folder}: not a run folder, it has no checkpoints; make one with `opengem train`")
-    checkpoint = find_checkpoint(folder / "checkpoints", which)
+    checkpoint = run_checkpoint(folder, which)
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest)
     schema = Schema.load(folder / "schema.yaml")
@@ -82,7 +81,13 @@ def load_model(run: str | Path, which: str | int = "best", device: torch.device 
         raise CheckpointError(
             f"{checkpoint}: does not fit the model; keys are not expected: {', '.join(sorted(unused))}"
         )
-    read_tensors(checkpoint, tensors, among=tensors)
+    code = other_code(manifest, exactly=False)
+    try:
+        read_tensors(checkpoint, tensors, among=tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{code and f'; {code}'}") from None
+    if code:
+        print(f"{checkpoint}: {code}; its format is the same, so it is used", file=sys.stderr)
     return LoadedModel(
         model=model.to(device).eval(),
         schema=schema,

@@ -83,7 +83,7 @@ def write_checkpoint(
             temporary.mkdir(parents=True)
     writer = HashingWriter(temporary, on_device=any(_on_device(value) for value in tensors.values()))
     with _together(what, cleanup=temporary, group=group, advice=advice):
-        with _quiet():
+        with quiet():
             planner = SavePlanner()
             dcp.save(
                 dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed()
@@ -105,9 +105,10 @@ def commit(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     """Makes a folder of flushed files a checkpoint: its manifest, then its name. One process calls it."""
     atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1))
     _sync_folder(temporary)
-    _discard(final)
+    aside = _set_aside(final)
     os.rename(temporary, final)
     _sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def point(folder: Path, name: str, target: Path) -> None:
@@ -132,18 +133,18 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
         number = path.name.removeprefix("step-")
         for_ever = keep_every and number.isdigit() and int(number) % keep_every == 0
         if path.name not in named and not for_ever:
-            _discard(path)
+            shutil.rmtree(_set_aside(path), ignore_errors=True)
     for path in folder.glob("step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _discard(path: Path) -> None:
-    """Removes a checkpoint; renamed first, so that a kill meanwhile does not leave one that looks whole."""
+def _set_aside(path: Path) -> Path:
+    """Renames a checkpoint that is to go, so that a kill meanwhile does not leave one that looks whole."""
+    aside = path.with_name(f"{path.name}.old.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
-        gone = path.with_name(f"{path.name}.old.tmp")
-        shutil.rmtree(gone, ignore_errors=True)
-        os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, aside)
+    return aside
 
 
 def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
@@ -176,6 +177,17 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
     return path
 
 
+def run_checkpoint(run: Path, which: str | int) -> Path:
+    """The folder of a checkpoint of a run folder.
+
+    Raises:
+        CheckpointError: there is no such run or checkpoint.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise CheckpointError(f"{run}: not a run folder, it has no checkpoints; make one with `opengem train`")
+    return find_checkpoint(run / "checkpoints", which)
+
+
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
@@ -190,8 +202,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except ValueError:
         raise CheckpointError(f"{path}: damaged, not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise CheckpointError(f"{path}: format {found!r} is not the format {FORMAT} of this version")
+        entries = manifest if isinstance(manifest, dict) else {}
+        wrote = entries.get("written_by")
+        by = (
+            f"; use OpenGEM {wrote['opengem']}, which wrote it"
+            if isinstance(wrote, dict) and "opengem" in wrote
+            else ""
+        )
+        raise CheckpointError(
+            f"{path}: format {entries.get('format')!r} is not the format {FORMAT} of this version of OpenGEM{by}"
+        )
     try:
         require_shape(manifest, {"step": int, "files": Each({"bytes": int, "sha256": str})}, "manifest")
     except ValueError as error:
@@ -236,14 +256,19 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
 
-def saved_keys(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Key and whole shape of every tensor in a checkpoint. Raises CheckpointError when it cannot be read."""
+def saved_entries(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint's index says of each tensor. Raises CheckpointError when it cannot be read."""
     try:
         metadata: Metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     except Exception as error:  # pickle, zip and the file system each have their own
         raise CheckpointError(f"{checkpoint}: its index .metadata cannot be read: {error}") from None
     items = metadata.state_dict_metadata.items()
-    return {key: tuple(entry.size) for key, entry in items if isinstance(entry, TensorStorageMetadata)}
+    return {key: entry for key, entry in items if isinstance(entry, TensorStorageMetadata)}
+
+
+def saved_keys(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Key and whole shape of every tensor in a checkpoint. Raises CheckpointError when it cannot be read."""
+    return {key: tuple(entry.size) for key, entry in saved_entries(checkpoint).items()}
 
 
 def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | None = None) -> None:
@@ -275,7 +300,7 @@ def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | No
     ]
     if problems:
         raise CheckpointError(f"{checkpoint}: does not fit the model; {'; '.join(problems)}")
-    with _together(f"cannot read checkpoint {checkpoint}"), _quiet():
+    with _together(f"cannot read checkpoint {checkpoint}"), quiet():
         reader = dcp.FileSystemReader(checkpoint)
         dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=not _distributed())
 
@@ -357,7 +382,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's warning that a checkpoint of one process is one of one process."""
     if _distributed():  # it does not warn, and filters of warnings belong to all threads
         yield

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foundation.data.json_shape import require_shape
 from foundation.data.logs import LogReader
+from foundation.data.options import from_plain
+from foundation.data.settings import plain
 from foundation.parallel.parallelize import rescale_momentum
 from foundation.training.checkpoint_files import (
     MANIFEST,
@@ -20,6 +21,7 @@ from foundation.training.checkpoint_files import (
     read_tensors,
     verify_files,
 )
+from foundation.training.origin import check_origin, other_code
 from foundation.training.rng import set_rng_state
 from foundation.training.state import Progress, TrainState
 
@@ -45,7 +47,12 @@ FREE = (
 
 
 def resume_from(
-    checkpoint: Path, state: TrainState, reader: LogReader, manifest: Mapping[str, Any], device: torch.device
+    checkpoint: Path,
+    state: TrainState,
+    reader: LogReader,
+    manifest: Mapping[str, Any],
+    device: torch.device,
+    config_class: type,
 ) -> Callable[[], None]:
     """Fills a new state and reader from a checkpoint; a collective call.
 
@@ -59,6 +66,7 @@ def resume_from(
             it deals the rest of the epoch anew.
         manifest: what this run would write: hashes and config.
         device: where this rank computes.
+        config_class: of the config; its defaults stand for fields that the checkpoint's version did not have.
 
     Returns:
         To be called when the first batch is there: puts the random generators back. With another number of ranks they
@@ -69,13 +77,16 @@ def resume_from(
     """
     saved = read_manifest(checkpoint)
     check_origin(checkpoint, saved, manifest["schema_hash"], manifest["encoder_hash"])
-    changed = sorted(set(_differences(saved["config"], manifest["config"])))
-    if changed:
-        raise CheckpointError(
-            f"{checkpoint}: was trained with another config; {'; '.join(changed)}. Use the same values, or another out"
-        )
-    verify_files(checkpoint, saved)
-    read_tensors(checkpoint, state.tensors())
+    code = other_code(saved, exactly=True)
+    _check_config(checkpoint, saved["config"], manifest["config"], config_class, code)
+    try:
+        verify_files(checkpoint, saved)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_instead(checkpoint)}") from None
+    try:
+        read_tensors(checkpoint, state.tensors())
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{code and f'; {code}'}") from None
     try:
         rescale_momentum(state.model, saved["momentum_scale"])
         state.progress = Progress(**saved["progress"])
@@ -91,23 +102,58 @@ def resume_from(
     return (lambda: set_rng_state(own["rng"], device)) if same_world else (lambda: None)
 
 
-def check_origin(checkpoint: Path, manifest: Mapping[str, Any], schema_hash: str, encoder_hash: str) -> None:
-    """Refuses a checkpoint of another schema or vocabulary.
-
-    Raises:
-        CheckpointError: naming both hashes, or the key of a damaged manifest.
-    """
-    shape = {"schema_hash": str, "encoder_hash": str, "config": {"model": dict}, "progress": dict, "world_size": int}
+def _check_config(
+    checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any], config_class: type, code: str
+) -> None:
+    """Refuses a config that makes another run. A field that was not there yet had its default's effect."""
     try:
-        require_shape(manifest, shape, "manifest")
+        complete = plain(from_plain(config_class, _known(_with_free(saved, now), now)))
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST}: damaged; {error}") from None
-    for what, key, mine in (("schema", "schema_hash", schema_hash), ("encoder", "encoder_hash", encoder_hash)):
-        if manifest[key] != mine:
-            raise CheckpointError(
-                f"{checkpoint}: was trained with {what} {manifest[key]}, but here the {what} is {mine}; "
-                "ids would mean other rows. Use the dataset it was trained on, or train anew into another out"
-            )
+        raise CheckpointError(
+            f"{checkpoint}: its config is not one of this version of OpenGEM: {error}{code and f'; {code}'}"
+        ) from None
+    changed = list(_differences(_filled(saved, complete), now))
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint}: was trained with another config; {'; '.join(changed)}. Use the same values, or another out"
+            f"{code and f'; {code}'}"
+        )
+
+
+def _instead(checkpoint: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    folder = checkpoint.parent
+    others = sorted(path.name for path in folder.glob("step-*") if path.suffix != ".tmp" and path != checkpoint)
+    if not others:
+        return "There is no other checkpoint: train anew with overwrite true"
+    return f"To go on from an earlier one, write its name into {folder / 'latest'}: there is {', '.join(others)}"
+
+
+def _filled(saved: Any, complete: Any) -> Any:
+    """What was saved, with the values that this version reads in it where it says nothing."""
+    if not (isinstance(saved, dict) and isinstance(complete, dict)):
+        return complete
+    kept = {key: _filled(value, complete[key]) if key in complete else value for key, value in saved.items()}
+    return {**complete, **kept}
+
+
+def _known(saved: Any, now: Any) -> Any:
+    """What was saved under keys that there still are."""
+    if not (isinstance(saved, dict) and isinstance(now, dict)):
+        return saved
+    return {key: _known(value, now[key]) for key, value in saved.items() if key in now}
+
+
+def _with_free(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config with this run's values of what may change."""
+    config = dict(saved)
+    for name in FREE:
+        head, _, rest = name.partition(".")
+        if not rest:
+            config[head] = now[head]
+        elif isinstance(config.get(head), dict):
+            config[head] = {**config[head], rest: now[head][rest]}
+    return config
 
 
 def _differences(saved: Any, now: Any, prefix: str = "") -> Iterator[str]:

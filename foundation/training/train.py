@@ -41,6 +41,7 @@ from foundation.training.launch import Device, Precision, launched
 from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
 from foundation.training.metrics import Results, pick
 from foundation.training.optimizer import DenseConfig
+from foundation.training.origin import config_hash, other_code, written_by
 from foundation.training.peaks import device_peak
 from foundation.training.resume import resume_from
 from foundation.training.rng import seed_all, untouched_rng
@@ -225,11 +226,13 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
         "world_size": world,
         "momentum_scale": model.momentum_scale,
         "config": settings.plain(config),
+        "config_hash": config_hash(settings.plain(config)),
+        "written_by": written_by(),
     }
     first_batch: Callable[[], None] | None = None
     if not fresh:
         path = find_checkpoint(checkpoints, "latest")
-        first_batch = resume_from(path, state, reader, manifest, fabric.device)
+        first_batch = resume_from(path, state, reader, manifest, fabric.device, TrainConfig)
         if state.progress.best_step is not None:
             best = checkpoints / f"step-{state.progress.best_step:08d}"
             if best.is_dir():
@@ -250,7 +253,9 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
             f"no peak rate of {name} in {config.precision} is known (foundation/training/peaks.py): MFU is left out"
         )
     if not fresh:
-        log.say(f"resumed from step {state.progress.step} of {steps}")
+        code = other_code(read_manifest(find_checkpoint(checkpoints)), exactly=True)
+        note = f"; {code}: it goes on, but need not give bit for bit what that code would have given" if code else ""
+        log.say(f"resumed from step {state.progress.step} of {steps}{note}")
     if validation is None:
         log.say(f"split {config.evaluation.split!r} has no rows: the model is not evaluated, the last step is kept")
     return Loop(

@@ -1,0 +1,206 @@
+"""`opengem checkpoint inspect|reshard|export`, and checkpoints of other versions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import opengem
+from foundation.model.gem import GEM
+from foundation.training import origin
+from foundation.training.checkpoint import load_model
+from foundation.training.checkpoint_export import WeightsConfig, export_weights
+from foundation.training.checkpoint_files import CheckpointError, find_checkpoint, read_manifest, saved_entries
+from foundation.training.checkpoint_inspect import InspectConfig, inspect_checkpoint
+from foundation.training.checkpoint_reshard import ReshardConfig, reshard
+from foundation.training.train import TrainConfig, train
+from tests.foundation.training import small_run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "small"
+    small_run.dataset(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """The config of a run of two steps."""
+    config = small_run.config(data, tmp_path_factory.mktemp("runs") / "run", max_steps=2)
+    train(config)
+    return config
+
+
+@pytest.fixture
+def config(made: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """The same run in a folder that a test may change."""
+    shutil.copytree(made.out, tmp_path / "run")
+    return replace(made, out=tmp_path / "run", resume=True, max_steps=3)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    status = opengem.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_inspect_says_what_is_there(made: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, "checkpoint", "inspect", "--run", made.out)
+    manifest = read_manifest(find_checkpoint(made.out / "checkpoints"))
+    assert status == 0
+    for text in ("step          2, epoch 0", "1 ranks; opengem ", "the same code", "all compared with SHA-256"):
+        assert text in out
+    for key in ("schema_hash", "encoder_hash", "config_hash"):
+        assert manifest[key] in out
+    for key, entry in saved_entries(find_checkpoint(made.out / "checkpoints")).items():
+        assert any(line.startswith(f"{key} ") and str(tuple(entry.size)) in line for line in out.splitlines()), key
+    assert all(name in out and entry["sha256"] in out for name, entry in manifest["files"].items())
+    _, out, _ = command(capsys, "checkpoint", "inspect", "--run", made.out, "--which", "2", "--as_json", "true")
+    answer = json.loads(out)
+    assert answer["verified"] is True and answer["manifest"] == manifest
+    assert answer["tensors"] == inspect_checkpoint(InspectConfig(run=made.out)).tensors
+
+
+def test_inspect_names_every_damaged_file(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = find_checkpoint(config.out / "checkpoints")
+    shard, rank = next(checkpoint.glob("*.distcp")), checkpoint / "rank-00000.json"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    rank.write_bytes(rank.read_bytes().replace(b"0", b"1"))
+    status, out, err = command(capsys, "checkpoint", "inspect", "--run", config.out)
+    assert status == 2 and not out and err.count("\n") == 1
+    assert f"{shard}: has " in err and f"{rank}: its SHA-256 differs" in err
+    assert inspect_checkpoint(InspectConfig(run=config.out, verify=False)).verified is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "--run", "RUN/checkpoints"), "not a run folder"),
+        (("inspect", "--run", "RUN", "--which", "7"), "there is no checkpoint step-00000007; it has step-00000002"),
+        (("reshard", "--run", "RUN", "--out", "OUT", "--files", "0"), "files: must be at least 1, got 0"),
+        (("reshard", "--run", "RUN", "--out", "OUT", "--files", "10000"), "files: 10000 are more than there are"),
+        (("reshard", "--run", "RUN", "--out", "RUN", "--files", "2"), "exists; choose another output"),
+        (("export", "--run", "RUN", "--out", "RUN"), "exists; choose another output"),
+        (("export", "--run", "nowhere", "--out", "OUT"), "nowhere: not a run folder"),
+    ],
+)
+def test_bad_input_gives_one_line(
+    made: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    words = [word.replace("RUN", str(made.out)).replace("OUT", str(tmp_path / "out")) for word in arguments]
+    status, _, err = command(capsys, "checkpoint", *words)
+    assert status == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_resharded_checkpoints_are_bit_for_bit_the_same(made: TrainConfig, tmp_path: Path) -> None:
+    original = small_run.tensors(made.out)
+    run = made.out
+    for files in (3, 1):  # from the one before: few pieces to many and the other way round
+        out = tmp_path / str(files)
+        result = reshard(ReshardConfig(run=run, out=out, files=files))
+        small_run.assert_same_tensors(small_run.tensors(out), original)
+        shards = sorted(result.checkpoint.glob("*.distcp"))
+        assert len(shards) == files
+        assert max(path.stat().st_size for path in shards) < 2 * min(path.stat().st_size for path in shards)
+        assert inspect_checkpoint(InspectConfig(run=out)).verified
+        run = out
+    mine, theirs = load_model(tmp_path / "3", "latest"), load_model(made.out)
+    small_run.assert_same_tensors(mine.model.state_dict(), theirs.model.state_dict())
+    assert mine.manifest["resharded_from"] == theirs.version
+
+
+@pytest.mark.parametrize(("tables", "averages"), [(False, True), (True, False)])
+def test_export_is_the_model(made: TrainConfig, tmp_path: Path, tables: bool, averages: bool) -> None:
+    result = export_weights(WeightsConfig(run=made.out, out=tmp_path / "w", tables=tables, averages=averages))
+    about = json.loads((tmp_path / "w" / "weights.json").read_text())
+    loaded = load_model(made.out)
+    files = {path.name: load_file(path) for path in (tmp_path / "w").glob("*.safetensors")}
+    weights = {name: tensor for part in files.values() for name, tensor in part.items()}
+    assert set(files) == set(about["files"]) and len(files) == 1 + result.tables and bool(result.tables) is tables
+    for name, entry in about["tensors"].items():
+        tensor = files[entry["file"]][name]
+        assert list(tensor.shape) == entry["shape"] and str(tensor.dtype) == f"torch.{entry['dtype']}"
+    assert about["version"] == loaded.version and about["schema_hash"] == loaded.schema.hash
+    model = GEM(made.model, loaded.schema, loaded.encoder.table_rows)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and all("embeddings" in name for name in missing) and bool(missing) is not tables
+    served = loaded.model.state_dict()
+    same = {name: torch.equal(value, served[name]) for name, value in weights.items()}
+    assert all(same.values()) is averages
+
+
+def edit(config: TrainConfig, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = find_checkpoint(config.out / "checkpoints") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_what_an_older_version_wrote_goes_on_and_says_so(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Config fields that were not there yet count as their defaults. It is resharded on the way."""
+
+    def older(manifest: dict[str, Any]) -> None:
+        del manifest["config"]["compile"], manifest["config"]["reader"]["drop_last"], manifest["config"]["schedule"]
+        del manifest["config"]["model"]["layer"], manifest["config"]["checkpoint"]
+        manifest["written_by"] |= {"opengem": "0.0.9", "sources": "0123456789abcdef"}
+
+    default = replace(config, schedule=small_run.ScheduleConfig())
+    edit(config, older)
+    with pytest.raises(CheckpointError, match=r"compile was 'none' and is 'layers'; reader\.drop_last was .* is "):
+        train(replace(default, compile="layers", reader=replace(config.reader, drop_last=not config.reader.drop_last)))
+    mine = origin.written_by()
+    load_model(config.out)
+    assert f"it was written by opengem 0.0.9 (here {mine['opengem']}); its format is" in capsys.readouterr().err
+    reshard(ReshardConfig(run=config.out, out=tmp_path / "again", files=3))
+    for out in (config.out, tmp_path / "again"):
+        assert train(replace(default, out=out)).steps == 3
+        err = " ".join(capsys.readouterr().err.split())
+        assert "resumed from step 2 of 3; it was written by opengem 0.0.9" in err
+        assert f"sources 0123456789abcdef (here {mine['sources']}): it goes on, but need not give bit for bit" in err
+    small_run.assert_same_tensors(small_run.tensors(tmp_path / "again"), small_run.tensors(config.out))
+
+
+def test_a_field_that_is_gone_is_named(config: TrainConfig) -> None:
+    edit(config, lambda manifest: manifest["config"]["model"].update(magic=3))
+    with pytest.raises(CheckpointError, match=r"another config; model\.magic was 3 and is None\. Use the same"):
+        train(config)
+
+
+def test_what_another_version_wrote_and_does_not_fit_is_listed_with_that_version(config: TrainConfig) -> None:
+    edit(config, lambda manifest: manifest.update(written_by={"opengem": "0.0.9"}))
+    heads = small_run.HeadsConfig(trunk=(16, 8), tower=5, adapter_rank=2, dropout=0.2)
+    other = replace(config, model=replace(config.model, heads=heads))
+    with pytest.raises(CheckpointError, match=r"heads\.tower was 4 and is 5\..*; it was written by opengem 0\.0"):
+        train(other)
+    edit(config, lambda manifest: manifest["config"]["model"]["heads"].update(tower=5))
+    with pytest.raises(CheckpointError, match=r"keys have another shape: .*; it was written by opengem 0\.0\.9"):
+        train(other)
+    edit(config, lambda manifest: manifest.update(format=2))
+    with pytest.raises(CheckpointError, match=r"format 2 is not the format 1 of .*; use OpenGEM 0\.0\.9, which wrote"):
+        train(config)
+
+
+def test_a_damaged_latest_says_how_to_go_on_from_an_earlier_one(config: TrainConfig) -> None:
+    train(replace(config, checkpoint=replace(config.checkpoint, keep=9)))
+    folder = config.out / "checkpoints"
+    shard = next(find_checkpoint(folder).glob("*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:50] + b"\0\0\0" + whole[53:])
+    again = replace(config, max_steps=4)
+    with pytest.raises(CheckpointError, match=rf"{shard}: its SHA-256 .*latest: there is step-00000002") as error:
+        train(again)
+    assert f"write its name into {folder / 'latest'}" in str(error.value)
+    (folder / "latest").write_text("step-00000002")
+    assert train(again).steps == 4
