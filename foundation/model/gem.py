@@ -112,7 +112,8 @@ class GEM(nn.Module):
         width, members, bias = config.width, config.members, config.layer.bias
         cross, user_layers, layers = config.layer.cross, config.user_layers, config.layers
         event_width = config.layer.sequence.width or width
-        names = tuple(sequence.name for sequence in schema.sequences)
+        sequences = config.streams.seen(schema.sequences)
+        names = tuple(sequence.name for sequence in sequences)
         check_names(config.streams, names)
         apart = resolve(config.streams, names, config.layer.sequence, cross, event_width, layers)
         merged = self._merged(apart, event_width)
@@ -131,7 +132,7 @@ class GEM(nn.Module):
         self.match = MatchStatistics(config.match, schema)
         self.match_token = nn.Linear(self.match.width, members * width) if self.match.width else None
         self.events = nn.ModuleDict(
-            {s.name: EventTokens(config.events, s, dims, e.width) for s, e in zip(schema.sequences, apart, strict=True)}
+            {s.name: EventTokens(config.events, s, dims, e.width) for s, e in zip(sequences, apart, strict=True)}
         )
         self.merge: MergeStreams | None = None
         if merged:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from foundation.data.schema import Sequence
 from foundation.model.cross import CrossConfig
 from foundation.model.events import Events
 from foundation.model.sequence import SequenceConfig
@@ -37,6 +38,7 @@ class StreamsConfig:
         attention, window: kind of self-attention.
         cls_tokens, pooled_tokens, recent_tokens: size of the summary.
         merge_after: merge the streams behind so many layers, 0 before the first; null: never.
+        left_out: sequences whose events the model does not see. Match statistics (``match``) may still count them.
     """
 
     width: dict[str, int] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class StreamsConfig:
     pooled_tokens: dict[str, int] = field(default_factory=dict)
     recent_tokens: dict[str, int] = field(default_factory=dict)
     merge_after: int | None = None
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key, least in (("width", 1), ("layers", 0)):
@@ -61,6 +64,18 @@ class StreamsConfig:
         """The dicts by field."""
         keys = ("width", "heads", "layers", "attention", "window", "cls_tokens", "pooled_tokens", "recent_tokens")
         return {key: getattr(self, key) for key in keys}
+
+    def seen(self, sequences: Iterable[Sequence]) -> tuple[Sequence, ...]:
+        """The sequences that are not left out.
+
+        Raises:
+            ValueError: a name is not a sequence's.
+        """
+        known = {sequence.name: sequence for sequence in sequences}
+        for name in self.left_out:
+            if name not in known:
+                raise ValueError(f"streams.left_out: no sequence {name!r}; known: {', '.join(known)}")
+        return tuple(sequence for name, sequence in known.items() if name not in self.left_out)
 
 
 class Stream(NamedTuple):

@@ -1,0 +1,153 @@
+"""What each choice is worth: variants of a preset beside it, with standard errors over seeds.
+
+    python -m foundation.training.studies.ablations --config studies/kuairand --dataset DATASET --out OUT
+
+Seeds are paired: a difference is taken between two runs of the same seed, its standard error over the seeds. Prints
+a table and writes it to `OUT/results.md`, with all numbers in `OUT/results.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foundation.data.files import atomic_write
+from foundation.data.options import parse_config
+from foundation.data.settings import show
+from foundation.training.launch import Device
+from foundation.training.run_log import finite
+from foundation.training.studies.runs import Outcome, plan, run_all
+
+METRICS = ("auc", "gauc", "ne")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AblationsConfig:
+    """What to compare.
+
+    Args:
+        dataset: folder or URL of a prepared dataset.
+        out: folder to write; runs that are there are kept.
+        preset: preset of `train` that the variants change.
+        against: variant that the others are compared with.
+        variants: by name, what each changes in the preset.
+        tasks: tasks of the table; empty: all.
+        split: what is measured.
+        seeds: at least two for standard errors.
+        processes: runs at a time.
+        threads: of PyTorch in each; 0 leaves it alone.
+        device: auto, cpu or cuda.
+    """
+
+    dataset: str
+    out: Path
+    preset: str
+    variants: dict[str, dict[str, Any]]
+    against: str
+    tasks: list[str] = field(default_factory=list)
+    split: str = "test"
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    processes: int = 1
+    threads: int = 1
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        if self.against not in self.variants:
+            raise ValueError(f"against: {self.against!r} is not among the variants: {', '.join(self.variants)}")
+        if self.processes < 1:
+            raise ValueError(f"processes: must be at least 1, got {self.processes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean over seeds and its standard error, NaN with one seed."""
+
+    mean: float
+    error: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Difference:
+        """Of the differences of the seeds."""
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        return Difference(float(np.mean(values)), spread / math.sqrt(len(values)))
+
+
+def ablations(config: AblationsConfig) -> dict[str, Any]:
+    """Runs what is missing; returns and writes the numbers."""
+    show(config, "ablations")
+    jobs = plan(
+        config.variants,
+        config.seeds,
+        preset=config.preset,
+        dataset=config.dataset,
+        split=config.split,
+        out=config.out,
+        device=config.device,
+        threads=config.threads,
+    )
+    outcomes = run_all(jobs, config.processes)
+    tasks = config.tasks or list(next(iter(outcomes.values())).metrics)
+    numbers = {name: _numbers(outcomes, name, config, tasks) for name in config.variants}
+    atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")
+    page = table(numbers, config.against, tasks)
+    atomic_write(config.out / "results.md", page)
+    print(page)
+    return numbers
+
+
+def _numbers(
+    outcomes: Mapping[tuple[str, int], Outcome], name: str, config: AblationsConfig, tasks: Sequence[str]
+) -> dict[str, Any]:
+    runs = [outcomes[name, seed] for seed in config.seeds]
+    reference = [outcomes[config.against, seed] for seed in config.seeds]
+
+    def values(of: Sequence[Outcome], task: str, metric: str) -> list[float]:
+        return [run.metrics[task]["all"][metric] for run in of]
+
+    found: dict[str, Any] = {"flops": runs[0].flops, "dense": runs[0].dense, "tasks": {}}
+    for task in tasks:
+        found["tasks"][task] = {}
+        for metric in METRICS:
+            own, other = values(runs, task, metric), values(reference, task, metric)
+            change = Difference.of([a - b for a, b in zip(own, other, strict=True)])
+            found["tasks"][task][metric] = {
+                "mean": float(np.mean(own)),
+                "change": change.mean,
+                "error": change.error,
+            }
+    return found
+
+
+def table(numbers: Mapping[str, Any], against: str, tasks: Sequence[str]) -> str:
+    """Markdown: the reference's metrics, the others' differences to it with their standard errors."""
+    head = [f"{task} {metric.upper()}" for task in tasks for metric in METRICS]
+    lines = ["| variant | MFLOP | " + " | ".join(head) + " |", "|---" * (len(head) + 2) + "|"]
+    order = [against, *(name for name in numbers if name != against)]
+    for name in order:
+        cells = [name, f"{numbers[name]['flops'] / 1e6:,.2f}"]
+        for task in tasks:
+            for metric in METRICS:
+                value = numbers[name]["tasks"][task][metric]
+                if name == against:
+                    cells.append(f"{value['mean']:.4f}")
+                else:
+                    error = "" if math.isnan(value["error"]) else f" ± {value['error']:.4f}"
+                    cells.append(f"{value['change']:+.4f}{error}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """The command."""
+    ablations(parse_config(AblationsConfig, arguments, name="ablations"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

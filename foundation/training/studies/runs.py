@@ -1,0 +1,240 @@
+"""Trains variants of a preset with several seeds, a few at a time, each in a process of its own.
+
+    OUT/VARIANT/seed-S/run/          what `opengem train` writes
+    OUT/VARIANT/seed-S/result.json   metrics of the last weights on the study's split, and what the run took
+
+What is there already is not run again, so a study that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from foundation.data.batch import Batch
+from foundation.data.dataset import Dataset
+from foundation.data.files import atomic_write
+from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.options import parse_config
+from foundation.data.progress import progress
+from foundation.data.settings import plain
+from foundation.model.flops import Load, forward_flops
+from foundation.model.gem import GEM
+from foundation.training.checkpoint import load_model
+from foundation.training.evaluate import evaluate
+from foundation.training.launch import Device, pick_device
+from foundation.training.metrics import Results
+from foundation.training.run_log import finite
+from foundation.training.train import TrainConfig, train
+
+COUNTED_BATCHES = 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.()+-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One run.
+
+    Args:
+        variant: its name.
+        seed: of the run.
+        preset: preset of `train`.
+        options: what the variant changes in it, nested as in a preset.
+        dataset: folder or URL.
+        split: what the result is measured on.
+        folder: where it goes.
+        device: auto, cpu or cuda.
+        threads: of PyTorch; 0 leaves it alone.
+    """
+
+    variant: str
+    seed: int
+    preset: str
+    options: dict[str, Any]
+    dataset: str
+    split: str
+    folder: Path
+    device: Device
+    threads: int
+
+    @property
+    def result(self) -> Path:
+        """The file that says that the run is complete."""
+        return self.folder / "result.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a run.
+
+    Args:
+        metrics: `{task: {"all" or surface: slice}}` on the study's split.
+        samples: impressions trained on.
+        flops: useful operations of a forward pass per impression, on average over some training batches.
+        dense: parameters besides the tables.
+        seconds: wall time.
+    """
+
+    metrics: Results
+    samples: int
+    flops: float
+    dense: int
+    seconds: float
+
+
+def train_config(job: Job) -> TrainConfig:
+    """The run's config.
+
+    Raises:
+        ValueError: the preset or an option cannot be used; names the variant.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    changes = job.folder / "changes.yaml"
+    atomic_write(changes, yaml.safe_dump(job.options, sort_keys=False))
+    options = ["--config", job.preset, "--config", str(changes), "--dataset", job.dataset, "--seed", str(job.seed)]
+    options += ["--out", str(job.folder / "run"), "--device", job.device, "--overwrite", "true"]
+    try:
+        return parse_config(TrainConfig, options, name="train")  # type: ignore[no-any-return]
+    except ValueError as error:
+        raise ValueError(f"variants.{job.variant}: {error}") from error
+
+
+def plan(
+    variants: Mapping[str, dict[str, Any]],
+    seeds: Sequence[int],
+    *,
+    preset: str,
+    dataset: str,
+    split: str,
+    out: Path,
+    device: Device,
+    threads: int,
+) -> list[Job]:
+    """All runs of a study, seed by seed, so that a study that is cut off has all variants of the first seeds.
+
+    Raises:
+        ValueError: a name that cannot be a folder, or a variant that is no config; before anything is trained.
+    """
+    if not variants or not seeds:
+        raise ValueError("a study needs at least one variant and one seed")
+    for name in variants:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"variants: {name!r} must be letters, digits, spaces and , . ( ) + - only")
+    Dataset.open(dataset).split(split)
+    jobs = [
+        Job(
+            variant=name,
+            seed=seed,
+            preset=preset,
+            options=dict(options),
+            dataset=dataset,
+            split=split,
+            folder=out / name / f"seed-{seed}",
+            device=device,
+            threads=threads,
+        )
+        for seed in seeds
+        for name, options in variants.items()
+    ]
+    for job in jobs:
+        _refuse_other(job, train_config(job))
+    return jobs
+
+
+def run_all(jobs: Sequence[Job], processes: int) -> dict[tuple[str, int], Outcome]:
+    """Runs what is missing, `processes` at a time; returns outcomes by variant and seed.
+
+    Raises:
+        RuntimeError: a run failed; the others are kept, and the message names the failed run's log.
+    """
+    missing = [job for job in jobs if not job.result.is_file()]
+    failed: list[str] = []
+    with (
+        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool,
+        progress("runs", len(missing)) as advance,
+    ):
+        futures = {pool.submit(run_one, job): job for job in missing}
+        for future in as_completed(futures):
+            advance(1)
+            if (error := future.exception()) is not None:
+                failed.append(f"{futures[future].folder / 'log'}: {error}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    return {(job.variant, job.seed): read(job.result) for job in jobs}
+
+
+def run_one(job: Job) -> None:
+    """Trains, measures and writes the result."""
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    begin = time.perf_counter()
+    with open(job.folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
+        config = train_config(job)
+        trained = train(config)
+        device = pick_device(job.device)
+        dataset = Dataset.open(job.dataset)
+        loaded = load_model(trained.out, "latest", device)
+        reader = LogReader(dataset, job.split, ReaderConfig(batch_size=4096, shuffle_window=0, workers=0))
+        outcome = Outcome(
+            metrics=evaluate(loaded.model, reader, device),
+            samples=trained.samples,
+            flops=flops_per_impression(config, dataset),
+            dense=sum(p.numel() for p in _shapes(config, dataset).dense_parameters()),
+            seconds=time.perf_counter() - begin,
+        )
+    content = {"config": plain(config), **plain(outcome)}
+    atomic_write(job.result, json.dumps(finite(content), indent=1) + "\n")
+
+
+def flops_per_impression(config: TrainConfig, dataset: Dataset) -> float:
+    """Useful operations of a forward pass, by the histories of the first training batches."""
+    shapes = _shapes(config, dataset)
+    reader = LogReader(dataset, "train", ReaderConfig(batch_size=config.reader.batch_size, workers=0))
+    operations = impressions = 0.0
+    for _, encoded in zip(range(COUNTED_BATCHES), reader, strict=False):
+        batch = Batch.from_encoded(encoded, dataset.schema)
+        operations += sum(forward_flops(shapes, Load.of(batch)).values())
+        impressions += len(batch.labels)
+    return operations / impressions
+
+
+def read(path: Path) -> Outcome:
+    """A result that `run_one` wrote; what was not finite comes back as NaN."""
+    content = json.loads(path.read_text())
+    metrics = {
+        task: {
+            surface: {key: math.nan if value is None else value for key, value in slice_.items()}
+            for surface, slice_ in surfaces.items()
+        }
+        for task, surfaces in content["metrics"].items()
+    }
+    return Outcome(
+        metrics=metrics,
+        samples=int(content["samples"]),
+        flops=float(content["flops"]),
+        dense=int(content["dense"]),
+        seconds=float(content["seconds"]),
+    )
+
+
+def _shapes(config: TrainConfig, dataset: Dataset) -> GEM:
+    with torch.device("meta"):
+        return GEM(config.model, dataset.schema, dataset.encoder.table_rows)
+
+
+def _refuse_other(job: Job, config: TrainConfig) -> None:
+    """A result of another config must not pass for this one's."""
+    if job.result.is_file() and json.loads(job.result.read_text())["config"] != json.loads(json.dumps(plain(config))):
+        raise ValueError(f"{job.result}: is of another config of {job.variant!r}; choose another `out`, or remove it")
