@@ -127,6 +127,7 @@ class Embeddings(nn.Module):
         self.bag_features = tuple(f.name for f in self.request_features if f.table in bags)
         tasks = len(schema.tasks)
         self.tasks = tasks
+        self._prepared: tuple[KeyedJaggedTensor, KeyedJaggedTensor] | None = None
         self.first_order: EmbeddingCollection | None = None
         if config.first_order:
             width = -(-tasks // 4) * 4  # lookups want dims that are multiples of 4
@@ -147,24 +148,37 @@ class Embeddings(nn.Module):
 
     def forward(self, batch: Batch) -> Embedded:
         """Looks up and pools all ids of a batch."""
-        sparse = batch.sparse
-        if batch.num_requests == 0:
-            sparse = self._one_empty_request(sparse)  # a jagged tensor of stride 0 cannot be looked up
-        elif self.training and self.config.id_dropout:
-            sparse = self._drop_ids(sparse)
+        if self._prepared is not None and self._prepared[0] is batch.sparse:
+            sparse, self._prepared = self._prepared[1], None
+        else:
+            sparse = self._ids(batch)
+        # All lookups start before the rows of the first are waited for.
+        looked: dict[str, dict[str, JaggedTensor]] = {dim: own(sparse) for dim, own in self.ec.items()}
+        bags = None if self.ebc is None else self.ebc(sparse)
         values: dict[str, Tensor] = {}
-        for dim, collection in self.ec.items():
+        for dim, found in looked.items():
             # A sharded collection answers by key only: it can be neither searched nor iterated.
-            looked: dict[str, JaggedTensor] = collection(sparse)
             keys = [key for key in self.tables if f"dim{self.dims[key]}" == dim and key not in self.bag_features]
-            values |= {key: looked[key].values() for key in keys}
+            values |= {key: found[key].values() for key in keys}
         request = {f.name: self._pooled(f, values, sparse, batch) for f in self.request_features if f.name in values}
         item = {f.name: self._pooled(f, values, sparse, batch) for f in self.item_features}
-        if self.ebc is not None:
-            pooled = self.ebc(sparse)
-            request |= {name: pooled[name][: batch.num_requests] for name in self.bag_features}
+        if bags is not None:
+            request |= {name: bags[name][: batch.num_requests] for name in self.bag_features}
         events = {key: values[key] for key in self.event_keys}
         return Embedded(request, item, events, self._first_order(sparse, batch))
+
+    def prepare(self, batch: Batch) -> KeyedJaggedTensor:
+        """What will be looked up for a batch, drawn before its turn; the forward pass of that batch then uses it."""
+        ids = self._ids(batch)
+        self._prepared = (batch.sparse, ids)
+        return ids
+
+    def _ids(self, batch: Batch) -> KeyedJaggedTensor:
+        if batch.num_requests == 0:
+            return self._one_empty_request(batch.sparse)  # a jagged tensor of stride 0 cannot be looked up
+        if self.training and self.config.id_dropout:
+            return self._drop_ids(batch.sparse)
+        return batch.sparse
 
     def _first_order(self, sparse: KeyedJaggedTensor, batch: Batch) -> tuple[Tensor, Tensor] | None:
         if self.first_order is None:

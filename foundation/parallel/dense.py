@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from foundation.parallel.experts import arms, block_parameters
@@ -16,38 +18,61 @@ PADDED = 1 << 22
 """Most elements that a gathered parameter may take where padding makes it larger than it is."""
 
 
-def shard_dense(model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
+def shard_dense(
+    model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, gathered: torch.dtype = torch.float32
+) -> None:
     """Cuts parameters, their gradients and optimizer states over ranks, in place.
 
-    A layer is gathered when it runs and let go after; what lies outside of layers is gathered once per step.
+    A layer is gathered while the one before it runs, and let go after; what lies outside of layers is gathered once per
+    step.
 
     Args:
         model: its tables are TorchRec's already, its arms hold their own blocks only where there is an expert mesh.
         mesh: `[shard]`, or `[replica, shard]` for HSDP.
         expert_mesh: `[replica, shard]` of the ranks that hold the same blocks; None without expert parallelism.
+        gathered: what whole parameters are; their parts stay in float32, in which gradients are reduced.
 
     Raises:
         ValueError: a parameter cannot be cut evenly, naming it, its shape and the number of ranks.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     ignored = set(sharded_parameters(model))
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if gathered == torch.float32 else gathered,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+
+    def cut(module: nn.Module, over: DeviceMesh, last: bool = False) -> None:
+        fully_shard(
+            module,
+            mesh=over,
+            shard_placement_fn=_placement(names, over),
+            ignored_params=ignored,
+            mp_policy=policy,
+            reshard_after_forward=not last,
+        )
+
     if expert_mesh is not None:
         for arm in arms(model).values():
             if arm.pre_norm is not None:  # of all ranks, unlike the blocks
-                fully_shard(arm.pre_norm, mesh=mesh, shard_placement_fn=_placement(names, mesh))
+                cut(arm.pre_norm, mesh)
             if expert_mesh.size() == 1:
                 ignored |= {parameter for _, parameter in block_parameters(arm)}
             else:
-                fully_shard(arm, mesh=expert_mesh, shard_placement_fn=_placement(names, expert_mesh))
-    for layer in _layers(model):
-        fully_shard(layer, mesh=mesh, shard_placement_fn=_placement(names, mesh), ignored_params=ignored)
-    fully_shard(
-        model,
-        mesh=mesh,
-        shard_placement_fn=_placement(names, mesh),
-        ignored_params=ignored,
-        reshard_after_forward=False,
-    )
+                cut(arm, expert_mesh)
+    layers = list(_layers(model))
+    for layer in layers:
+        cut(layer, mesh)
+    cut(model, mesh, last=True)
+    for layer, following in pairwise(layers):
+        _units(layer)[0].set_modules_to_forward_prefetch(_units(following))
+        _units(following)[0].set_modules_to_backward_prefetch(_units(layer))
+
+
+def _units(layer: nn.Module) -> list[FSDPModule]:
+    """The layer and what is gathered apart inside of it."""
+    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foundation.data.batch import Batch
+from foundation.model.gem import GEM
 from foundation.model.interaction import InteractionArm
 
 
@@ -39,6 +41,9 @@ def split_experts(model: nn.Module, group: dist.ProcessGroup, counts: dist.Proce
         ValueError: an arm's blocks cannot be dealt evenly, naming the arm and both numbers.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
+    longest = Longest(counts)
+    model.register_forward_pre_hook(longest)
+    of_users = {f"layers.{place}." for place in range(model.config.user_layers)} if isinstance(model, GEM) else set()
     for path, arm in arms(model).items():
         blocks = arm.members * arm.config.experts
         if blocks % size:
@@ -47,7 +52,8 @@ def split_experts(model: nn.Module, group: dist.ProcessGroup, counts: dist.Proce
                 f"({arm.members} members x {arm.config.experts} experts); change model.layer.interaction.experts"
             )
         first = rank * (blocks // size)
-        arm.exchange = ExpertExchange(group, counts, first, blocks)
+        of_user = any(path.startswith(start) for start in of_users)
+        arm.exchange = ExpertExchange(group, longest, first, blocks, per_request=of_user)
         for name, parameter in list(block_parameters(arm)):
             assert parameter.shape[0] == blocks, (path, name)
             owner, _, own_name = name.rpartition(".")
@@ -70,19 +76,43 @@ def block_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
+class Longest:
+    """The most requests and impressions of a rank of a group, agreed on once per forward pass of the model.
+
+    Args:
+        group: for numbers in main memory: no device waits for them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        self.requests, self.impressions = 1, 1
+
+    def __call__(self, model: nn.Module, inputs: tuple[Batch]) -> None:
+        """Looks at the batch before the model does; a collective call of the group."""
+        (batch,) = inputs
+        counts = [torch.zeros(2, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(counts, torch.tensor([batch.num_requests, batch.num_impressions]), group=self._group)
+        self.requests, self.impressions = (max(1, *(int(own[i]) for own in counts)) for i in range(2))
+
+
 class ExpertExchange:
     """Runs this rank's blocks on the tokens of all ranks of its group.
 
+    Under autocast tokens travel in its type, to which matrix products round them anyway.
+
     Args:
         group: the E ranks.
-        counts: the same ranks, for numbers in main memory: no device waits for them.
+        longest: the most rows of a rank.
         first: this rank's first block.
         blocks: of all ranks (G).
+        per_request: rows are requests, not impressions.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counts: dist.ProcessGroup, first: int, blocks: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, longest: Longest, first: int, blocks: int, *, per_request: bool
+    ) -> None:
         self.first, self.blocks = first, blocks
-        self._group, self._counts = group, counts
+        self._group, self._longest, self._per_request = group, longest, per_request
         self._size = dist.get_world_size(group)
         self._own = range(first, first + blocks // self._size)
 
@@ -95,18 +125,16 @@ class ExpertExchange:
             blocks: this rank's blocks, `[G / E, E * N, n, D]` to `[G / E, E * N, o, D]`.
         """
         count = z.shape[1]
-        most = self._longest(count)
+        most = self._longest.requests if self._per_request else self._longest.impressions
+        assert count <= most, (count, most)
+        kind = z.device.type
+        wire = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         rows = F.pad(z.transpose(0, 1), (0, 0, 0, 0, 0, 0, 0, most - count))
-        every: Tensor = _Gather.apply(rows, self._group).transpose(0, 1)
+        every: Tensor = _Gather.apply(rows.to(wire or rows.dtype), self._group).transpose(0, 1)
         out = blocks(torch.stack([sees(every, block) for block in self._own]))
-        out = out.view(len(self._own), self._size, most, *out.shape[2:]).transpose(0, 1)
-        back: Tensor = _Exchange.apply(out, self._group)
-        return back.reshape(self.blocks, most, *back.shape[3:])[:, :count]
-
-    def _longest(self, count: int) -> int:
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(counts, torch.tensor([count]), group=self._counts)
-        return max(1, *(int(c) for c in counts))
+        shape = (len(self._own), self._size, most, *out.shape[2:])
+        back: Tensor = _Exchange.apply(out.to(wire or out.dtype).view(shape).transpose(0, 1), self._group)
+        return back.to(out.dtype).reshape(self.blocks, most, *back.shape[3:])[:, :count]
 
 
 class _Gather(torch.autograd.Function):

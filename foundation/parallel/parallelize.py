@@ -18,11 +18,20 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from foundation.parallel.dense import shard_dense
 from foundation.parallel.experts import split_experts
+from foundation.parallel.lookups import Lookups
 from foundation.parallel.pieces import local_shards
-from foundation.parallel.plan import Collection, SparseConfig, collections_of, fuse_optimizer, sharding_plan
+from foundation.parallel.plan import (
+    Collection,
+    SparseConfig,
+    collections_of,
+    fuse_optimizer,
+    sharding_plan,
+    tables_of,
+)
 from foundation.parallel.recat import remember_permutations
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
+from foundation.parallel.wire import codecs
 
 
 class ParallelModel(DistributedModelParallel):
@@ -32,9 +41,11 @@ class ParallelModel(DistributedModelParallel):
         layout: its groups of ranks.
         momentum_scale: what AdaGrad's sums of squares are divided by.
         replicas: averages the tables of replica groups; None where there is one group.
+        lookups: of the tables.
     """
 
     layout: Layout
+    lookups: Lookups
     momentum_scale: float = 1.0
     replicas: TableReplicas | None = None
 
@@ -50,6 +61,8 @@ def parallelize(
     device: torch.device,
     config: ParallelConfig | None = None,
     topology: Topology | None = None,
+    *,
+    gathered: torch.dtype = torch.float32,
 ) -> ParallelModel:
     """Spreads a model over the ranks of the default process group.
 
@@ -69,25 +82,32 @@ def parallelize(
         device: where this rank computes.
         config: sizes of the five dimensions; by default the dense part is replicated and tables have one group.
         topology: the cluster; by default the launcher's hosts, in one zone.
+        gathered: what FSDP gathers parameters in, and computes with; it keeps and reduces them in float32. bfloat16 is
+            for training under autocast to it, where matrix products round parameters anyway.
 
     Raises:
-        ValueError: sizes that do not fit the ranks or the model, `table_lr` names a table that does not exist, or a
-            table's dim is not a multiple of 4.
+        ValueError: sizes that do not fit the ranks or the model, `table_lr` names a table that does not exist, a
+            table's dim is not a multiple of 4, or rows cannot travel as `wire` says.
     """
-    groups = layout(config or ParallelConfig(), topology or launched_topology())
+    config = config or ParallelConfig()
+    groups = layout(config, topology or launched_topology())
     if groups.world != dist.get_world_size():
         raise ValueError(f"topology: it has {groups.world} ranks, but {dist.get_world_size()} were started")
 
     collections = collections_of(model)
     remember_permutations()
     weights = _weights(collections)
-    scale = float(groups.table_replicas) if (config or ParallelConfig()).sparse.scale_momentum else 1.0
+    scale = float(groups.table_replicas) if config.sparse.scale_momentum else 1.0
     fuse_optimizer(collections, sparse, scale)
     env = _table_environment(groups, device)
+    dims = [table.embedding_dim for module in collections.values() for table in tables_of(module)]
+    registry = codecs(config.sparse.wire, dims, device)
     sharders: list[ModuleSharder] = [
         # Dedup sends each id of a batch once. Its kernel exists on CUDA only, and the host waits for it.
-        EmbeddingCollectionSharder(use_index_dedup=device.type == "cuda" and groups.table_shard > 1),
-        EmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(
+            qcomm_codecs_registry=registry, use_index_dedup=device.type == "cuda" and groups.table_shard > 1
+        ),
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
     ]
     ranks = next(row for row in groups.table_ranks() if dist.get_rank() in row)
     spread = ParallelModel(
@@ -97,9 +117,10 @@ def parallelize(
         plan=sharding_plan(collections, sparse, device.type, sharders, ranks, groups.topology.gpus_per_host),
         sharders=sharders,
         init_data_parallel=False,
-        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+        data_parallel_wrapper=_Replicated(static_graph=False),
     )
     spread.layout, spread.momentum_scale = groups, scale
+    spread.lookups = Lookups(model, device)
     load_tables(spread, weights)
     reset_momentum(spread, sparse)
     spread.to(device)
@@ -111,10 +132,20 @@ def parallelize(
         split_experts(model, expert_mesh.get_group("expert"), _in_main_memory(groups, device, expert_mesh))
 
     if groups.shard * groups.expert > 1:
-        shard_dense(model, _dense_mesh(groups, device), expert_mesh and expert_mesh["replica", "shard"])
+        mesh = _dense_mesh(groups, device)
+        shard_dense(model, mesh, expert_mesh and expert_mesh["replica", "shard"], gathered)
     elif groups.world > 1:
         spread.init_data_parallel()
     return spread
+
+
+class _Replicated(DefaultDataParallelWrapper):
+    """DDP over all ranks, on the default group rather than on that of the tables."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        super().wrap(dmp, ShardingEnv.from_process_group(world), device)
 
 
 @torch.no_grad()
@@ -152,8 +183,12 @@ def _weights(collections: dict[str, Collection]) -> dict[str, torch.Tensor]:
 def _table_environment(groups: Layout, device: torch.device) -> ShardingEnv:
     world = dist.group.WORLD
     assert world is not None
-    if groups.table_replicas == 1:
+    if groups.world == 1:
         return ShardingEnv.from_process_group(world)
+    if groups.table_replicas == 1:
+        # A group of its own: on CUDA a group works off its collectives in order, and nothing of the tables shall wait
+        # for gradients or parameters of the dense part.
+        return ShardingEnv.from_process_group(dist.new_group(list(range(groups.world))))
     mesh = DeviceMesh(device.type, groups.table_ranks(), mesh_dim_names=("replicate", "shard"))
     return ShardingEnv2D(
         sharding_pg=mesh.get_group("shard"),

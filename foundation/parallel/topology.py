@@ -19,6 +19,7 @@ import yaml
 from foundation.data import settings
 
 Link = Literal["none", "host", "zone", "cluster"]
+Wire = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,12 +131,14 @@ class SparseSizes:
             same rows (fast averages); auto takes the first unless the second costs the all-to-all nothing.
         scale_momentum: divide AdaGrad's sums by the number of replica groups when a rate is computed. They grow that
             much faster when each group squares the gradient of its own part of the batch (arXiv 2508.03854).
+        wire: how rows and their gradients travel between ranks: fp32, or rounded to bf16 or fp8 (CUDA only).
     """
 
     replicas: int = 1
     shard: int = 0
     neighbours: Literal["auto", "group", "replicas"] = "auto"
     scale_momentum: bool = True
+    wire: Wire = "fp32"
 
     def __post_init__(self) -> None:
         for key in ("replicas", "shard"):
@@ -143,19 +146,23 @@ class SparseSizes:
                 raise ValueError(f"parallel.sparse.{key}: must not be negative, got {getattr(self, key)}")
         if self.neighbours not in ("auto", "group", "replicas"):
             raise ValueError(f"parallel.sparse.neighbours: must be auto, group or replicas, got {self.neighbours!r}")
+        if self.wire not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"parallel.sparse.wire: must be fp32, bf16 or fp8, got {self.wire!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """The five dimensions.
+    """The five dimensions, and how communication is arranged.
 
     Args:
         dense: sizes for everything but the tables.
         sparse: sizes for the tables.
+        overlap: send the ids of the next batch to the ranks of their rows while the current batch is computed.
     """
 
     dense: DenseSizes = field(default_factory=DenseSizes)
     sparse: SparseSizes = field(default_factory=SparseSizes)
+    overlap: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,6 +104,7 @@ class Loop:
         prepare: called once after it, with that batch, before the first step.
         flops: useful operations of a step on a batch in main memory, for the log; None leaves them out.
         peak_flops: of one device, for MFU; None leaves it out.
+        overlap: send the ids of the next batch out while the current one is computed.
     """
 
     fabric: Fabric
@@ -119,9 +120,11 @@ class Loop:
     prepare: Callable[[Batch], None] | None = None
     flops: Callable[[Batch], float] | None = None
     peak_flops: float | None = None
+    overlap: bool = False
     results: Results = field(default_factory=dict)
     _position: dict[str, Any] = field(default_factory=dict)
     _saved_at: int | None = None
+    _rng_before: dict[str, Any] | None = None  # the batch whose ids are out drew anything for them
     _window: LogWindow = field(default_factory=LogWindow)
     _pending: deque[_Outcome] = field(default_factory=deque)
 
@@ -157,6 +160,7 @@ class Loop:
                     self._save()
                 if stopped or last:
                     break
+            self.state.model.lookups.drop()
             self._save()
         return "stopped early" if stopped else "finished"
 
@@ -168,7 +172,10 @@ class Loop:
             length = len(self.reader)
             if self.reset_tables and progress.epoch and not progress.epoch_step:
                 self.reset_tables(self.state, progress.epoch)
-            for delivered in device_batches(self.reader, self.fabric.device, self.flops):
+            stream = self.state.model.lookups.stream
+            for delivered in device_batches(
+                self.reader, self.fabric.device, self.flops, ahead=self.overlap, copies=stream
+            ):
                 if self.first_batch:
                     self.first_batch()
                     self.first_batch = None
@@ -195,6 +202,7 @@ class Loop:
         state.model.train()
         with self.fabric.autocast():
             output = state.model(batch)
+        self._start(delivered.following)
         losses = state.model.module.loss(output, batch)
         loss = losses.total * rank_share(batch)
         usable, impressions = agree(torch.isfinite(loss.detach()), batch.num_impressions)
@@ -213,6 +221,14 @@ class Loop:
             state.ema.update(progress.step - progress.skipped)
         self._window.queued(losses.per_task, batch, taken, delivered)
         self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions]))
+
+    def _start(self, following: Batch | None) -> None:
+        """Sends out the ids of the next batch, which is not trained on yet: a checkpoint knows nothing of it."""
+        lookups = self.state.model.lookups
+        self._rng_before = None
+        if following is not None and self.state.progress.step + 1 < self.config.steps:
+            self._rng_before = rng_state(self.fabric.device) if lookups.draws else None
+            lookups.start(following)
 
     def _settle(self, ahead: int = 0) -> None:
         """Reads what became of steps, until at most so many of the latest are not read."""
@@ -290,7 +306,7 @@ class Loop:
         progress = self.state.progress
         if self._saved_at == progress.step:
             return
-        rank_state = {"rng": rng_state(self.fabric.device), "reader": self._position}
+        rank_state = {"rng": self._rng_before or rng_state(self.fabric.device), "reader": self._position}
         metrics = finite(self.results) if progress.evaluated_at == progress.step else {}
         manifest = {**self.manifest, "progress": progress.to_dict(), "metrics": metrics}
         self.writer.save(progress.step, self.state.tensors(), rank_state, manifest, best=best)

@@ -213,7 +213,8 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
     if start is not None:
         start.fill(plain)
         sparse = start.sparse(sparse)
-    model = parallelize(plain, sparse, fabric.device, config.parallel, topology)
+    gathered = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    model = parallelize(plain, sparse, fabric.device, config.parallel, topology, gathered=gathered)
     if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
         raise ValueError("freeze: a frozen trunk is replicated; leave parallel.shard and parallel.expert at 1")
     state = TrainState.of(model, config.dense, config.ema)
@@ -279,6 +280,7 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
         prepare=lambda batch: _prepare_regions(config, state, fabric, batch, log),
         flops=_flops(config, dataset) if peak else None,
         peak_flops=peak,
+        overlap=config.parallel.overlap,
     )
 
 
