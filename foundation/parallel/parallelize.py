@@ -6,11 +6,13 @@ A laptop with one process runs the code of a cluster: every line but the tables'
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
@@ -28,6 +30,7 @@ from foundation.parallel.plan import (
     sharding_plan,
     tables_of,
 )
+from foundation.parallel.ranges import FORWARD, GRADIENT_REDUCE
 from foundation.parallel.recat import remember_permutations
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
@@ -49,10 +52,16 @@ class ParallelModel(DistributedModelParallel):
     momentum_scale: float = 1.0
     replicas: TableReplicas | None = None
 
+    def forward(self, *inputs: Any) -> Any:
+        """What the model itself computes."""
+        with record_function(FORWARD):
+            return super().forward(*inputs)
+
     def average_tables(self) -> None:
         """To be called after every backward pass, which updates tables: makes replica groups equal again."""
         if self.replicas is not None:
-            self.replicas.average()
+            with record_function(GRADIENT_REDUCE):
+                self.replicas.average()
 
 
 def parallelize(

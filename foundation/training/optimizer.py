@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from foundation.parallel.pieces import Sharded, Spread
+from foundation.parallel.ranges import GRADIENT_REDUCE, OPTIMIZER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +102,13 @@ class DenseOptimizer:
         On CUDA the device decides and the host does not wait for it.
         """
         self._hand_over_gradients()
-        if self._fused and isinstance(usable, torch.Tensor):
-            skip = usable.logical_not().to(torch.float32)
-            setattr(self._adamw, "found_inf", skip)  # noqa: B010 (what its kernels ask for, as with GradScaler)
-            self._adamw.step()
-        elif usable:
-            self._adamw.step()
+        with record_function(OPTIMIZER):
+            if self._fused and isinstance(usable, torch.Tensor):
+                skip = usable.logical_not().to(torch.float32)
+                setattr(self._adamw, "found_inf", skip)  # noqa: B010 (what its kernels ask for, as with GradScaler)
+                self._adamw.step()
+            elif usable:
+                self._adamw.step()
 
     def zero_grad(self) -> None:
         """Forgets the gradients."""
@@ -138,7 +141,8 @@ class DenseOptimizer:
             norms = torch.stack(torch._foreach_norm(list(filled.values())))
             copies = [self._spread[name].copies if name in self._spread else world for name in filled]
             total += (norms.square() / norms.new_tensor(copies)).sum()
-        dist.all_reduce(total)
+        with record_function(GRADIENT_REDUCE):
+            dist.all_reduce(total)
         return total.sqrt()
 
 

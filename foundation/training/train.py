@@ -129,6 +129,11 @@ class TrainConfig:
             raise ValueError(f"activation_memory_gb: must not be negative, got {self.activation_memory_gb}")
         if self.compile not in ("none", "layers", "dense"):
             raise ValueError(f"compile: must be none, layers or dense, got {self.compile!r}")
+        if self.compile != "none" and self.parallel.dense.expert > 1:
+            raise ValueError(
+                f"compile: {self.compile} with parallel.dense.expert {self.parallel.dense.expert}: a graph cannot hold "
+                "the exchange of activations inside of a layer; use compile: none, or spread by parallel.dense.shard"
+            )
         if self.resume and self.overwrite:
             raise ValueError("resume: a run is either resumed or overwritten, not both")
 

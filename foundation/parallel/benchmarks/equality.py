@@ -14,7 +14,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
 import torch
@@ -27,12 +27,14 @@ from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
 from foundation.parallel.benchmarks.random_batches import Sizes, dealt, random_batch, take
 from foundation.parallel.benchmarks.reference import Trained, train_plain
+from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.parallelize import ParallelModel, parallelize
 from foundation.parallel.pieces import Spread, local_shards
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology, layout
+from foundation.training.activations import recompute, regions
+from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
-from foundation.training.loop import rank_share
 from foundation.training.optimizer import DenseConfig
 from foundation.training.state import TrainState
 
@@ -62,10 +64,19 @@ AVERAGES = EMAConfig(decay=0.5, warm_up=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One combination: sizes of the dimensions and the name of a plan."""
+    """One combination.
+
+    Args:
+        parallel: sizes of the dimensions, and whether ids travel ahead.
+        plan: name of a placement of the tables.
+        compile: regions that are compiled, with the backend that changes no number.
+        again: arms compute their activations again in the backward pass.
+    """
 
     parallel: ParallelConfig
     plan: str
+    compile: Compile = "none"
+    again: bool = False
 
     @property
     def sparse(self) -> SparseConfig:
@@ -78,6 +89,8 @@ class Case:
         return (
             f"replica {found.replica} shard {found.shard} expert {found.expert}, "
             f"table replicas {found.table_replicas} shard {found.table_shard}, {self.plan}"
+            + ("" if self.compile == "none" else f", compile {self.compile}")
+            + (", recomputed" if self.again else "")
         )
 
 
@@ -132,12 +145,15 @@ def check(case: Case, steps: int, device: torch.device, references: dict[str, Tr
     batches = [random_batch(SIZES, seed) for seed in range(steps - 1)]
     batches.append(random_batch(SIZES, steps, requests=max(1, world - 1)))  # not every rank has something
     state = _spread(case, device)
+    if case.again:
+        recompute(state.model.module, regions(state.model.module))
+    compile_regions(state.model.module, case.compile, backend="eager")
+    shares = [take(encoded, dealt(len(encoded.request_time), world)[rank]) for encoded in batches]
+    mine = [Batch.from_encoded(share, SIZES.schema(), device) for share in shares]
     losses, seconds = [], 0.0
-    for step, encoded in enumerate(batches):
-        mine = take(encoded, dealt(len(encoded.request_time), world)[rank])
-        batch = Batch.from_encoded(mine, SIZES.schema(), device)
+    for step, (batch, following) in enumerate(zip_longest(mine, mine[1:])):
         start = time.perf_counter()
-        losses.append(train_step(state, batch))
+        losses.append(mean_loss(train_step(state, batch, following if case.parallel.overlap else None)))
         assert state.ema is not None
         state.ema.update(step + 1)
         if device.type == "cuda":
@@ -154,20 +170,6 @@ def check(case: Case, steps: int, device: torch.device, references: dict[str, Tr
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     loss, weight, other, step_ms = worst.tolist()
     return Outcome(loss=loss, weight=weight, state=other, step_ms=step_ms)
-
-
-def train_step(state: TrainState, batch: Batch) -> float:
-    """One step as the training loop does it; returns the mean loss over ranks."""
-    share = rank_share(batch)
-    loss = state.model.module.loss(state.model(batch), batch).total * share
-    loss.backward()
-    state.model.average_tables()
-    state.dense.clip()
-    state.dense.step()
-    state.dense.zero_grad()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
 
 
 def _model() -> GEM:

@@ -17,6 +17,7 @@ from foundation.model.gem import GEM
 from foundation.parallel.benchmarks import equality
 from foundation.parallel.benchmarks.equality import Case
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
+from foundation.parallel.benchmarks.steps import train_step
 from foundation.parallel.dense import _placement
 from foundation.parallel.parallelize import parallelize, rescale_momentum
 from foundation.parallel.pieces import local_shards
@@ -47,7 +48,7 @@ def save(folder: Path, case: Case) -> None:
     for seed in range(2):
         encoded = random_batch(equality.SIZES, seed)
         mine = take(encoded, dealt(len(encoded.request_time), dist.get_world_size())[dist.get_rank()])
-        equality.train_step(state, Batch.from_encoded(mine, equality.SIZES.schema()))
+        train_step(state, Batch.from_encoded(mine, equality.SIZES.schema()))
         assert state.ema is not None
         state.ema.update(seed + 1)
     write_checkpoint(folder, 2, state.tensors(), {}, {})
