@@ -61,7 +61,10 @@ class Trace:
     @staticmethod
     def of(events: Iterable[dict[str, Any]]) -> Trace:
         """The same from events of Chrome's trace format; times in them are microseconds."""
-        ranges, compute, communication, collectives = [], [], [], []
+        ranges: list[Span] = []
+        compute: list[Span] = []
+        communication: list[Span] = []
+        collectives: list[Span] = []
         for event in events:
             if event.get("ph") != "X":
                 continue
@@ -182,7 +185,7 @@ def _exchanges(trace: Trace) -> Iterable[bool]:
 
 def _own_seconds(ranges: tuple[Span, ...]) -> dict[str, float]:
     """Seconds by name, those of ranges inside left out."""
-    own: Counter[str] = Counter()
+    own = dict.fromkeys(RANGES, 0.0)
     open_: list[Span] = []
     for span in ranges:
         while open_ and open_[-1].end <= span.start:
@@ -191,7 +194,7 @@ def _own_seconds(ranges: tuple[Span, ...]) -> dict[str, float]:
             own[open_[-1].name] -= span.end - span.start
         own[span.name] += span.end - span.start
         open_.append(span)
-    return {name: own[name] for name in RANGES if name in own}
+    return {name: seconds for name, seconds in own.items() if seconds}
 
 
 def _by_start(spans: list[Span]) -> tuple[Span, ...]:
