@@ -27,12 +27,14 @@ class Command:
         config: name of the config dataclass in the same module.
         help: one line.
         torch: the stage imports torch, so the installation is checked first.
+        positional: options that may be given in this order without their names.
     """
 
     stage: str
     config: str
     help: str
     torch: bool = True
+    positional: tuple[str, ...] = ()
 
 
 COMMANDS: dict[str, Command] = {
@@ -74,6 +76,12 @@ COMMANDS: dict[str, Command] = {
         stage="foundation.training.train:train",
         config="TrainConfig",
         help="train the foundation model",
+    ),
+    "report": Command(
+        stage="foundation.training.ledger_report:report",
+        config="ReportConfig",
+        help="where a run's time went, as `report RUN` or beside another's as `report RUN RUN`",
+        positional=("run", "against"),
     ),
     "checkpoint inspect": Command(
         stage="foundation.training.checkpoint_inspect:inspect_checkpoint",
@@ -184,8 +192,16 @@ def _dispatch(arguments: list[str]) -> int:
     from foundation.data.options import parse_config
 
     function, config_class = load(COMMANDS[name])
-    result = function(parse_config(config_class, rest, name=name))
+    result = function(parse_config(config_class, _named(COMMANDS[name], rest), name=name))
     return int(getattr(result, "exit_code", 0))
+
+
+def _named(command: Command, arguments: list[str]) -> list[str]:
+    """Puts the names of positional options before the arguments that come without one at the start."""
+    values = arguments[: len(command.positional)]
+    count = next((place for place, value in enumerate(values) if value.startswith("-")), len(values))
+    named = zip(command.positional, values[:count], strict=False)
+    return [text for name, value in named for text in (f"--{name}", value)] + arguments[count:]
 
 
 def _split_command(arguments: list[str]) -> tuple[str, list[str]]:

@@ -20,8 +20,10 @@ from foundation.data.progress import progress as progress_bar
 from foundation.training.checkpoint_writer import CheckpointConfig, CheckpointWriter
 from foundation.training.evaluate import EvaluationConfig, evaluate
 from foundation.training.guard import TableGuard
+from foundation.training.ledger import Ledger
 from foundation.training.metrics import LARGER_IS_BETTER, Results, pick
 from foundation.training.nonfinite import culprits
+from foundation.training.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, OTHER
 from foundation.training.pipeline import Delivered, device_batches
 from foundation.training.rng import rng_state, untouched_rng
 from foundation.training.run_log import RunLog, finite
@@ -105,6 +107,8 @@ class Loop:
         flops: useful operations of a step on a batch in main memory, for the log; None leaves them out.
         peak_flops: of one device, for MFU; None leaves it out.
         overlap: send the ids of the next batch out while the current one is computed.
+        ledger: where the time goes.
+        padding: useful operations of a batch over those with padded histories, for the ledger; None leaves it out.
     """
 
     fabric: Fabric
@@ -121,6 +125,8 @@ class Loop:
     flops: Callable[[Batch], float] | None = None
     peak_flops: float | None = None
     overlap: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
+    padding: Callable[[Batch], float | None] | None = None
     results: Results = field(default_factory=dict)
     _position: dict[str, Any] = field(default_factory=dict)
     _saved_at: int | None = None
@@ -133,6 +139,7 @@ class Loop:
         self._run_ahead = RUN_AHEAD if self.fabric.device.type == "cuda" else 0
         self._guard = TableGuard(self.state.model) if self._run_ahead else None
         self.writer = CheckpointWriter(self.checkpoints, self.config.checkpoint)
+        self._waits = self.ledger.waits or self.ledger.open(None, self.fabric.device, {})
 
     def run(self) -> str:
         """Trains until the last step or an early stop; returns which: "finished" or "stopped early".
@@ -144,24 +151,31 @@ class Loop:
         stopped = self._out_of_patience()
         if stopped or progress.step >= self.config.steps:  # a run that had ended is resumed
             return "stopped early" if stopped else "finished"
-        with self.writer, self._bar() as advance:
+        with self.writer, self._bar() as advance, self._waits.watched():
             for delivered, last_of_epoch in self._batches():
                 self._step(delivered)
-                self._settle(self._run_ahead)
+                self._settle(0 if self.ledger.starting else self._run_ahead)
+                self.ledger.step_done(progress.step, delivered.work.tokens, delivered.work.flops)
                 advance(1, self._window.describe())
                 last = progress.step >= self.config.steps
                 if last or progress.step % self.config.log_every == 0:
-                    self._log_numbers()
+                    with self.ledger.phase(OTHER):
+                        self._log_numbers()
+                    self._account(delivered.batch)
                 every = self.config.evaluation.every
                 if last or (progress.step % every == 0 if every else last_of_epoch):
                     stopped = self._evaluate()
                 every = self.config.checkpoint.every
                 if every and progress.step % every == 0:
-                    self._save()
+                    self._checkpoint()
                 if stopped or last:
                     break
             self.state.model.lookups.drop()
-            self._save()
+            if self.ledger.pending:
+                self._account(delivered.batch)
+            self._checkpoint()
+            with self.ledger.phase(CHECKPOINT):
+                self.writer.wait()
         return "stopped early" if stopped else "finished"
 
     def _batches(self) -> Iterator[tuple[Delivered, bool]]:
@@ -173,14 +187,14 @@ class Loop:
             if self.reset_tables and progress.epoch and not progress.epoch_step:
                 self.reset_tables(self.state, progress.epoch)
             stream = self.state.model.lookups.stream
-            for delivered in device_batches(
-                self.reader, self.fabric.device, self.flops, ahead=self.overlap, copies=stream
-            ):
+            batches = device_batches(self.reader, self.fabric.device, self.flops, ahead=self.overlap, copies=stream)
+            for delivered in self._timed(batches):
                 if self.first_batch:
                     self.first_batch()
                     self.first_batch = None
                 if self.prepare:
-                    self.prepare(delivered.batch)
+                    with self.ledger.phase(COMPUTE):
+                        self.prepare(delivered.batch)
                     self.prepare = None
                 self._position = delivered.position
                 progress.epoch_step += 1
@@ -190,11 +204,23 @@ class Loop:
                 yield delivered, last
             assert progress.epoch_step == 0, "the reader ended before the length it announced"
 
-    def _step(self, delivered: Delivered) -> None:
-        """One step on this rank's batch, together with the other ranks.
+    def _timed(self, batches: Iterator[Delivered]) -> Iterator[Delivered]:
+        """The batches; what passes until each is there is data wait."""
+        while True:
+            with self.ledger.phase(DATA):
+                delivered = next(batches, None)
+            if delivered is None:
+                return
+            self.ledger.compiling()
+            yield delivered
 
-        On CUDA the host only queues it: a step that is not usable is left out by the device.
-        """
+    def _step(self, delivered: Delivered) -> None:
+        """One step on this rank's batch, together with the other ranks."""
+        with self.ledger.step():
+            self._queue(delivered)
+
+    def _queue(self, delivered: Delivered) -> None:
+        """On CUDA the host only queues a step: one that is not usable is left out by the device."""
         state, progress, batch = self.state, self.state.progress, delivered.batch
         factor = rate_factor(self.config.schedule, progress.step, self.config.steps)
         state.rates.scale(factor)  # before backward, where the tables are updated
@@ -204,21 +230,25 @@ class Loop:
             output = state.model(batch)
         self._start(delivered.following)
         losses = state.model.module.loss(output, batch)
-        loss = losses.total * rank_share(batch)
-        usable, impressions = agree(torch.isfinite(loss.detach()), batch.num_impressions)
+        with self._waits.waiting():
+            loss = losses.total * rank_share(batch)
+            usable, impressions = agree(torch.isfinite(loss.detach()), batch.num_impressions)
         norm = loss.new_full((), math.nan)
         if self._guard:
             self._guard.allow(usable)
         if self._run_ahead or usable:
-            self.fabric.backward(loss)
+            with self._waits.backward(loss):
+                self.fabric.backward(loss)
             state.model.average_tables()
-            norm = state.dense.clip()
-        taken = usable & torch.isfinite(norm)
-        state.dense.step(taken)
-        state.dense.zero_grad()
-        progress.step += 1
-        if state.ema and (self._run_ahead or taken):
-            state.ema.update(progress.step - progress.skipped)
+        with self.ledger.optimizer():
+            if self._run_ahead or usable:
+                norm = state.dense.clip()
+            taken = usable & torch.isfinite(norm)
+            state.dense.step(taken)
+            state.dense.zero_grad()
+            progress.step += 1
+            if state.ema and (self._run_ahead or taken):
+                state.ema.update(progress.step - progress.skipped)
         self._window.queued(losses.per_task, batch, taken, delivered)
         self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions]))
 
@@ -235,7 +265,8 @@ class Loop:
         progress = self.state.progress
         while len(self._pending) > ahead:
             outcome = self._pending.popleft()
-            usable, loss, norm, impressions = outcome.read()
+            with self.ledger.phase(COMPUTE):
+                usable, loss, norm, impressions = outcome.read()
             progress.samples += int(impressions)
             if usable and math.isfinite(norm):
                 progress.skipped_in_a_row = 0
@@ -266,8 +297,21 @@ class Loop:
         self.log.numbers("train", progress.step, numbers)
         self._window = LogWindow()
 
+    def _account(self, batch: Batch) -> None:
+        """Ends an interval of the ledger; a collective call."""
+        with self.ledger.phase(OTHER):
+            self._settle()
+            padding = self.padding(batch) if self.padding else None
+            slow = self.ledger.interval(self.state.progress.step, self.state.progress.samples, padding)
+        if slow is not None:
+            self.log.say(f"step {self.state.progress.step}: {slow}")
+
     def _evaluate(self) -> bool:
         """Evaluates, keeps the best checkpoint, and says whether to stop early."""
+        with self.ledger.phase(EVALUATION):
+            return self._evaluated()
+
+    def _evaluated(self) -> bool:
         self._settle()
         progress, config = self.state.progress, self.config.evaluation
         if self.validation is None or progress.evaluated_at == progress.step:
@@ -290,15 +334,22 @@ class Loop:
         else:
             progress.evaluations_since_best += 1
         self.log.evaluation(config.split, progress.step, self.results, value, improved)
+        self.ledger.evaluated(progress.step, config.split, pick(self.results, "mean/all/ne"), value)
         self.log.say(f"step {progress.step}: {config.split} {config.metric} {value:.5f}{' (best)' if improved else ''}")
         if improved:
-            self._save(best=True)
+            self._checkpoint(best=True)
         self._window.restart_clock()
         return self._out_of_patience()
 
     def _out_of_patience(self) -> bool:
         patience = self.config.evaluation.patience
         return bool(patience) and self.state.progress.evaluations_since_best >= patience
+
+    def _checkpoint(self, best: bool = False) -> None:
+        """Saves; how long the training thread had to wait for it is in the ledger."""
+        with self.ledger.phase(CHECKPOINT):
+            self._save(best)
+            self.ledger.sync(self.state.progress.step)
 
     def _save(self, best: bool = False) -> None:
         """Saves the current step, unless it is already; as the best one if that is said when it is first saved."""

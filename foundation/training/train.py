@@ -1,6 +1,7 @@
 """Stage `train`: from a dataset to a trained foundation model in a run folder.
 
     OUT/ config.yaml  schema.yaml  encoder.npz  metrics.jsonl  tensorboard/  manifest.json
+         ledger.jsonl  ledger.json  ledger.html
          checkpoints/ step-00000100/  latest  best
 
 `manifest.json` is written last: a run folder without it is of a run that has not ended.
@@ -12,6 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +28,6 @@ from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
-from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel.parallelize import parallelize, reset_momentum
 from foundation.parallel.plan import SparseConfig
@@ -38,11 +39,15 @@ from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.launch import Device, Precision, launched
+from foundation.training.ledger import LEDGER, Ledger
+from foundation.training.ledger_report import publish
 from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
 from foundation.training.metrics import Results, pick
+from foundation.training.operations import Operations
 from foundation.training.optimizer import DenseConfig
 from foundation.training.origin import config_hash, other_code, written_by
 from foundation.training.peaks import device_peak
+from foundation.training.phases import DATASET, IMPORTS, MODEL, PROCESS_GROUP, RESTORE, command_start
 from foundation.training.resume import resume_from
 from foundation.training.rng import seed_all, untouched_rng
 from foundation.training.run_log import RunLog, finite, print_summary
@@ -173,31 +178,42 @@ def train(config: TrainConfig) -> TrainResult:
         FileExistsError: `out` has something in it, and neither `resume` nor `overwrite` is set.
         TrainingError: the loss was not finite for too many steps in a row.
     """
-    dataset = Dataset.open(config.dataset)
+    ledger = Ledger(command_start())
+    ledger.clock.move(IMPORTS)
+    with ledger.phase(DATASET):
+        dataset = Dataset.open(config.dataset)
     checkpoints = config.out / "checkpoints"
     fresh = not (config.resume and (checkpoints / "latest").is_file())
     if fresh and not (config.resume and checkpoints.is_dir()):  # a run that ended before its first checkpoint
         require_free(config.out, overwrite=config.overwrite)
-    with launched(
-        device=config.device,
-        precision=config.precision,
-        log_folder=config.out / "tensorboard",
-        log_from=0 if fresh else read_manifest(find_checkpoint(checkpoints))["step"] + 1,
-    ) as fabric:
+    with ExitStack() as stack:
+        with ledger.phase(PROCESS_GROUP):
+            processes = launched(
+                device=config.device,
+                precision=config.precision,
+                log_folder=config.out / "tensorboard",
+                log_from=0 if fresh else read_manifest(find_checkpoint(checkpoints))["step"] + 1,
+            )
+            fabric = stack.enter_context(processes)
         fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         if fabric.is_global_zero:
             settings.show(config, "train")
         start = None if config.init_from is None else WarmStart.of(config.init_from, config.freeze, dataset)
-        loop = _build(config, dataset if start is None else start.dataset(dataset), fabric, fresh, start)
+        loop = _build(config, dataset if start is None else start.dataset(dataset), fabric, fresh, start, ledger)
         ended = loop.run()
         return _finish(config, loop, ended)
 
 
 def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     """Makes the run folder and what is known before training."""
+    ledger = config.out / LEDGER
+    # A run that ended before its first checkpoint starts over, but the time that it took stays in its ledger.
+    spent = ledger.read_bytes() if config.resume and ledger.is_file() else b""
     if fresh and config.out.exists():
         shutil.rmtree(config.out)
     (config.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if fresh and spent:
+        atomic_write(ledger, spent)
     (config.out / "manifest.json").unlink(missing_ok=True)
     if fresh:
         dataset.schema.save(config.out / "schema.yaml")
@@ -205,24 +221,28 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     settings.save(config, config.out / "config.yaml")
 
 
-def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, start: WarmStart | None) -> Loop:
+def _build(
+    config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, start: WarmStart | None, ledger: Ledger
+) -> Loop:
     """Model, optimizers and readers, at step 0 or at the latest checkpoint. Writes only when all of them are right."""
     rank, world = fabric.global_rank, fabric.world_size
-    train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
-    reader = LogReader(dataset, "train", train_reader, rank=rank, world_size=world)
-    validation = _validation(config, dataset, rank, world)
+    with ledger.phase(DATASET):
+        train_reader = replace(config.reader, seed=config.reader.seed + config.seed)
+        reader = LogReader(dataset, "train", train_reader, rank=rank, world_size=world)
+        validation = _validation(config, dataset, rank, world)
 
     seed_all(config.seed)
     topology = Topology.load(config.topology) if config.topology else None
-    plain, sparse = _model(config, dataset), config.sparse
-    if start is not None:
-        start.fill(plain)
-        sparse = start.sparse(sparse)
-    gathered = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = parallelize(plain, sparse, fabric.device, config.parallel, topology, gathered=gathered)
-    if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
-        raise ValueError("freeze: a frozen trunk is replicated; leave parallel.shard and parallel.expert at 1")
-    state = TrainState.of(model, config.dense, config.ema)
+    with ledger.phase(MODEL):
+        plain, sparse = _model(config, dataset), config.sparse
+        if start is not None:
+            start.fill(plain)
+            sparse = start.sparse(sparse)
+        gathered = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        model = parallelize(plain, sparse, fabric.device, config.parallel, topology, gathered=gathered)
+        if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
+            raise ValueError("freeze: a frozen trunk is replicated; leave parallel.shard and parallel.expert at 1")
+        state = TrainState.of(model, config.dense, config.ema)
     seed_all(config.seed * 1_000_003 + 1 + rank)  # dropout differs between ranks
 
     checkpoints = config.out / "checkpoints"
@@ -238,7 +258,8 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
     first_batch: Callable[[], None] | None = None
     if not fresh:
         path = find_checkpoint(checkpoints, "latest")
-        first_batch = resume_from(path, state, reader, manifest, fabric.device, TrainConfig)
+        with ledger.phase(RESTORE):
+            first_batch = resume_from(path, state, reader, manifest, fabric.device, TrainConfig)
         if state.progress.best_step is not None:
             best = checkpoints / f"step-{state.progress.best_step:08d}"
             if best.is_dir():
@@ -253,6 +274,17 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
     if world > 1:
         log.say(model.layout.describe().replace("\n", "; "))
     peak = device_peak(fabric.device, config.precision)
+    facts = {
+        "world": world,
+        "step": state.progress.step,
+        "samples": state.progress.samples,
+        "device": _device_name(fabric.device),
+        "peak": peak,
+        "precision": config.precision,
+        "metric": config.evaluation.metric,
+    }
+    ledger.open(config.out / LEDGER if fabric.is_global_zero else None, fabric.device, facts)
+    counts = Operations(config.model, dataset)
     if peak is None and fabric.device.type == "cuda":
         name = torch.cuda.get_device_name(fabric.device)
         log.say(
@@ -283,17 +315,16 @@ def _build(config: TrainConfig, dataset: Dataset, fabric: Fabric, fresh: bool, s
         reset_tables=_table_reset(config, dataset) if config.reset_tables else None,
         first_batch=first_batch,
         prepare=lambda batch: _prepare_regions(config, state, fabric, batch, log),
-        flops=_flops(config, dataset) if peak else None,
+        flops=counts.step if peak else None,
         peak_flops=peak,
         overlap=config.parallel.overlap,
+        ledger=ledger,
+        padding=counts.padding if fabric.is_global_zero else None,
     )
 
 
-def _flops(config: TrainConfig, dataset: Dataset) -> Callable[[Batch], float]:
-    """Counts the useful operations of a training step on a batch in main memory."""
-    with torch.device("meta"):
-        shapes = _model(config, dataset)
-    return lambda batch: TRAINING * sum(forward_flops(shapes, Load.of(batch)).values())
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _prepare_regions(config: TrainConfig, state: TrainState, fabric: Fabric, batch: Batch, log: RunLog) -> None:
@@ -381,6 +412,9 @@ def _finish(config: TrainConfig, loop: Loop, ended: str) -> TrainResult:
         atomic_write(config.out / "manifest.json", json.dumps(finite(manifest), indent=1) + "\n")
         _print(config, result)
         shared[0] = result
+    loop.ledger.close(ended)
+    if loop.fabric.is_global_zero:
+        publish(config.out)
     dist.broadcast_object_list(shared)
     assert shared[0] is not None
     return shared[0]

@@ -58,6 +58,7 @@ def test_a_run_leaves_what_its_folder_should_hold(data: Path, whole_run: Path) -
     names = {path.name for path in whole_run.iterdir()}
     assert names == {
         "config.yaml", "schema.yaml", "encoder.npz", "metrics.jsonl", "tensorboard", "manifest.json", "checkpoints",
+        "ledger.jsonl", "ledger.json", "ledger.html",
     }  # fmt: skip
     manifest = json.loads((whole_run / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     steps = manifest["steps"]
