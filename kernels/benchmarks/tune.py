@@ -58,6 +58,11 @@ def stream(kv: int, blocks: int, buffers: int, stages: int) -> Config:
     return {"BLOCK_KV": kv, "BLOCKS": blocks, "BUFFERS": buffers, "STAGES": stages, "TMA": True, "num_warps": 4}
 
 
+def long(kv: int, stages: int, overlap: bool) -> Config:
+    """A configuration of ``forward_long``."""
+    return {"BLOCK_KV": kv, "STAGES": stages, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+
+
 def candidates(case: Case) -> dict[str, list[Config]]:
     """What may win, by kernel. Product sides under 64 are left out: they have gone wrong on Hopper."""
     return {"forward": _forward_candidates(case), "backward": _backward_candidates(case)}
@@ -69,6 +74,8 @@ def _forward_candidates(case: Case) -> list[Config]:
         config(128, 64, True, 3, 8),
         config(64, 64, True, 3, 4),
     ]
+    if case.width in (64, 128):
+        general += [long(128, 2, True), long(128, 2, False), long(64, 4, True), long(64, 4, False)]
     if case.window >= 0:
         return [
             config(64, 64, False, 2, 4),

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.common import tuning
 from kernels.common.attention_backward import backward_kv, backward_q
 from kernels.common.attention_forward import forward_general, forward_short
+from kernels.common.forward_long import forward_long
 from kernels.common.forward_stream import forward_stream
 from kernels.common.launcher import Variant
 
@@ -176,7 +177,11 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     if "BUFFERS" in plan.constants:
         rows, keys = q.shape[0], k.shape[0]
         numbers = (call.batch, rows, keys, *call.numbers()[2:], heads, *call.strides)
-        plan.start(_stream_programs(q.device, heads), (q, k, v, out, *where), numbers)
+        plan.start(_programs(q.device, heads), (q, k, v, out, *where), numbers)
+    elif "OVERLAP" in plan.constants:
+        taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+        numbers = (call.batch, q.shape[0], k.shape[0], *call.numbers()[3:], heads, *call.strides)
+        plan.start(_programs(q.device, heads), (q, k, v, out, lse, *where, taken), numbers)
     elif "CHUNK" in plan.constants:
         programs = call.q_tiles(plan.constants["CHUNK"]) * heads
         plan.start(programs, (q, k, v, out, *where), call.numbers())
@@ -251,7 +256,7 @@ def _config(kernel: str, signature: Signature) -> Config:
 def _forward_plan(signature: Signature) -> Variant:
     kernel = forward_kernel(signature)
     config = _config(kernel, signature)
-    if "BUFFERS" in config and not _streams(signature):
+    if ("BUFFERS" in config and not _streams(signature)) or ("OVERLAP" in config and not _long(signature)):
         config = tuning.default(kernel, str(signature.dtype).removeprefix("torch."), signature.width, signature.keys)
     return _build_forward(signature, config)
 
@@ -263,8 +268,15 @@ def _streams(signature: Signature) -> bool:
     return wide and plain and _descriptors_fit(signature)
 
 
+def _long(signature: Signature) -> bool:
+    """Whether ``forward_long`` takes these tensors."""
+    wide = signature.width == signature.value_width and signature.width in (64, 128)
+    plain = not signature.broadcast and not signature.dense and signature.dtype != torch.float32
+    return wide and plain and _descriptors_fit(signature)
+
+
 @cache
-def _stream_programs(device: torch.device, heads: int) -> int:
+def _programs(device: torch.device, heads: int) -> int:
     """A program per multiprocessor, the same number for every head."""
     return max(1, torch.cuda.get_device_properties(device).multi_processor_count // heads) * heads
 
@@ -277,6 +289,8 @@ def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
 def _build_forward(signature: Signature, config: Config) -> Variant:
     if "BUFFERS" in config:
         return _variant(forward_stream, signature, config)
+    if "OVERLAP" in config:
+        return _variant(forward_long, signature, config)
     return _variant(forward_short if "CHUNK" in config else forward_general, signature, config)
 
 
@@ -313,7 +327,7 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
         **config,
     }
     options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
-    if kernel is forward_stream:
+    if kernel in (forward_stream, forward_long):
         del constants["HEADS"]  # a number there
     constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
     constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter is on", allow_module_level=True)
 
-from kernels.common import attention_backward, attention_forward, forward_stream, tuning  # noqa: E402
+from kernels.common import attention_backward, attention_forward, forward_long, forward_stream, tuning  # noqa: E402
 from tests.kernels.compiled import compile_for, resources  # noqa: E402
 
 SHARED_MEMORY = 232448
@@ -46,12 +46,17 @@ def constants(kernel: str, act: str, width: int, config: dict[str, Any]) -> dict
 
 
 def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) -> Any:
-    modules = {"forward_stream": forward_stream, "backward_kv": attention_backward, "backward_q": attention_backward}
+    modules = {
+        "forward_stream": forward_stream,
+        "forward_long": forward_long,
+        "backward_kv": attention_backward,
+        "backward_q": attention_backward,
+    }
     kernel = getattr(modules.get(name, attention_forward), name)
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "maxnreg") if name in config}
     wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
-    if name == "forward_stream":
+    if name in ("forward_stream", "forward_long"):
         del wanted["HEADS"]
     return compile_for(kernel, wanted, options, arch)
 
@@ -82,13 +87,24 @@ def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int
         assert resources(compiled)["stack"] < 512, "a few registers may spill, not the accumulators"
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_streaming_kernel_compiles_for_hopper(width: int) -> None:
-    config = {"BLOCK_KV": 128, "BLOCKS": 1, "BUFFERS": 2, "STAGES": 5, "TMA": True, "num_warps": 4}
+@pytest.mark.parametrize(("width", "blocks"), [(64, 1), (128, 1), (128, 2)])
+def test_streaming_kernel_compiles_for_hopper(width: int, blocks: int) -> None:
+    config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 5, "TMA": True, "num_warps": 4}
     compiled = build("forward_stream", config, "gelu_tanh", width, 90)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
     assert resources(compiled)["stack"] < 256
+
+
+@pytest.mark.parametrize(
+    ("act", "overlap", "block"), [("softmax", True, 128), ("gelu_tanh", True, 128), ("silu", False, 64)]
+)
+def test_long_kernel_compiles_for_hopper(act: str, overlap: bool, block: int) -> None:
+    config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+    compiled = build("forward_long", config, act, 128, 90)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "setmaxnreg" in compiled.asm["ptx"]
+    assert resources(compiled)["stack"] < 64
 
 
 def test_defaults_fit_the_widest_heads() -> None:

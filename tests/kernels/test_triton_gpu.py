@@ -9,8 +9,10 @@ from torch import Tensor
 from kernels.common import launch
 from kernels.common.launch import Call
 from kernels.gdpa import gdpa
+from kernels.gdpa import reference as gdpa_reference
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import jagged_attention
+from kernels.jagged_attention import reference as softmax_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +95,38 @@ def test_streamed_queries(width: int, blocks: int) -> None:
     want = gdpa(q.double(), k.double(), v.double(), offsets, kv_offsets, activation="silu", logit_scale=0.7, scale=0.5)
     clean[offsets[2] : offsets[3]] = want[offsets[2] : offsets[3]] = 0
     same(clean, want, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("width", "block", "overlap"), [(64, 128, True), (128, 128, True), (128, 64, False)])
+@pytest.mark.parametrize(("act", "causal", "window"), [
+    ("silu", False, -1), ("silu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", False, 90),
+    ("softmax", True, 40),
+])  # fmt: skip
+def test_long_sequences(act: str, causal: bool, window: int, width: int, block: int, overlap: bool) -> None:
+    """The other kernel scheduled by hand, with grouped heads, more tiles than programs, and NaN in a neighbour."""
+    lengths = [*LENGTHS, *[70, 300] * 150]
+    (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
+    keys = torch.tensor(lengths)
+    if not causal:
+        keys = torch.randint(0, 500, (offsets.numel() - 1,))
+        keys[:3] = torch.tensor([0, 1, 256])
+    kv_offsets = offsets_from_lengths(keys).cuda()
+    k, v = (torch.randn(int(kv_offsets[-1]), 2, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+    options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
+    clean, lse = launch.forward(Call(q, k, v, offsets, kv_offsets, *options), config)
+    exact = (q.double(), k.double(), v.double(), offsets, kv_offsets)
+    if lse is None:
+        want = gdpa_reference.forward(*exact, act, 0.5, 0.3, window)
+    else:
+        want, want_lse = softmax_reference.forward(*exact, 0.3, causal, window)
+        assert torch.allclose(lse.double(), want_lse, atol=1e-4)
+    same(clean, want, torch.bfloat16)
+    for x, where in ((q, offsets), (k, kv_offsets), (v, kv_offsets)):
+        x[where[2] : where[3]] = torch.nan
+    other, _ = launch.forward(Call(q, k, v, offsets, kv_offsets, *options), config)
+    assert torch.equal(clean[: offsets[2]], other[: offsets[2]])
+    assert torch.equal(clean[offsets[3] :], other[offsets[3] :])
 
 
 def test_gdpa_window_and_learned_queries() -> None:

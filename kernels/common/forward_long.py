@@ -1,0 +1,411 @@
+"""Forward kernel of attention over long sequences, scheduled by hand for Hopper: softmax or an activation.
+
+As ``attention_forward.forward_general``: a tile of queries stays and K and V stream past it. Here a tile has 128
+queries, half of them for each of two groups of four warps; one warp loads through TMA, ahead of both, and one looks
+for the tiles. While one group's products run, the other computes weights. Where ``OVERLAP``, a group also starts the
+logits of the next block of keys before it waits for what it has.
+
+A program per multiprocessor takes tile after tile of one head from a counter, so that all end together whatever the
+lengths, and the next tile loads while the last one is finished. Tiles near each other run at the same time, which
+keeps their keys in the L2 cache.
+
+Tiles are read without regard to where a sequence ends. Queries beyond it are not stored; keys beyond it get no weight
+and zero values.
+
+Names and layouts as in ``attention_forward``; strides are numbers. Head widths 64 and 128, the same for values.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.common.activations import activate
+from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
+
+ROWS = gl.constexpr(64)
+"""Query rows of a group; a tile has twice as many."""
+SLOTS = gl.constexpr(4)
+"""Places of tiles that are known ahead."""
+QUERIES = gl.constexpr(2)
+"""Tiles of queries in shared memory."""
+
+
+@gluon.jit
+def _find(QO, B, tile, ROUNDS: gl.constexpr):
+    """``sequences.find_sequence`` for tiles of ``2 ROWS``, by one warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, layout=LANES)
+    low = tile * 0
+    span = B
+    for _ in gl.static_range(ROUNDS):
+        step = (span + 31) // 32
+        index = low + lane * step
+        inside = index < low + span
+        first = gl.load(QO + index, mask=inside, other=0).to(gl.int32) // (2 * ROWS) + index
+        count = gl.sum((inside & (first <= tile)).to(gl.int32), 0)
+        end = low + span
+        low = low + (count - 1) * step
+        span = gl.minimum(step, end - low)
+    return low
+
+
+@gluon.jit
+def _tell(places, place_full, place_free, item, row, left, k0, kv, low, high, place):
+    """Leaves where a tile is for the other warps."""
+    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    slot = item % SLOTS
+    mbarrier.wait(place_free.index(slot), (item // SLOTS + 1) & 1)
+    i = gl.arange(0, 8, layout=SAME)
+    x = gl.where(i == 0, row, gl.where(i == 1, left, gl.where(i == 2, k0, kv)))
+    x = gl.where(i < 4, x, gl.where(i == 4, low, gl.where(i == 5, high, place)))
+    places.index(slot).store(x)
+    tl.debug_barrier()
+    mbarrier.arrive(place_full.index(slot))
+
+
+@gluon.jit
+def _told(places, place_full, place_free, item, WARPS: gl.constexpr):
+    """The tile's first row, rows left of its sequence, first key row, keys, range of keys, place of the first query."""
+    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    slot = item % SLOTS
+    mbarrier.wait(place_full.index(slot), (item // SLOTS) & 1)
+    x = places.index(slot).load(SAME)
+    i = gl.arange(0, 8, layout=SAME)
+    row = gl.sum(gl.where(i == 0, x, 0), 0)
+    left = gl.sum(gl.where(i == 1, x, 0), 0)
+    k0 = gl.sum(gl.where(i == 2, x, 0), 0)
+    kv = gl.sum(gl.where(i == 3, x, 0), 0)
+    low = gl.sum(gl.where(i == 4, x, 0), 0)
+    high = gl.sum(gl.where(i == 5, x, 0), 0)
+    place = gl.sum(gl.where(i == 6, x, 0), 0)
+    tl.debug_barrier()
+    mbarrier.arrive(place_free.index(slot))
+    return row, left, k0, kv, low, high, place
+
+
+@gluon.jit
+def _schedule(
+    places, place_full, place_free, QO, KO, COUNTER, B, tiles, part, parts, window,
+    SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ROUNDS: gl.constexpr,
+):  # fmt: skip
+    """The warp that looks for tiles."""
+    tile, item = part, part * 0
+    while tile < tiles:
+        b = _find(QO, B, tile, ROUNDS)
+        q0 = gl.load(QO + b).to(gl.int32)
+        rows = gl.load(QO + b + 1).to(gl.int32) - q0
+        start = (tile - b - q0 // (2 * ROWS)) * (2 * ROWS)
+        if start < rows:
+            k0 = gl.load(KO + b).to(gl.int32)
+            kv = gl.load(KO + b + 1).to(gl.int32) - k0
+            place = start
+            if SOFTMAX:
+                place = start + kv - rows
+            low, high = start * 0, kv
+            if WINDOW:
+                low = gl.minimum(gl.maximum(place - window, 0), kv)
+                high = gl.minimum(place + 2 * ROWS + window, kv)
+            if CAUSAL:
+                high = gl.minimum(place + 2 * ROWS, high)
+            _tell(places, place_full, place_free, item, q0 + start, rows - start, k0, kv, low, high, place)
+            item += 1
+        tile = parts + gl.atomic_add(COUNTER, 1)
+    zero = part * 0
+    _tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
+def _load(
+    q_rows, k_rows, v_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
+    places, place_full, place_free, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    item = 0
+    block = 0
+    row, left, k0, _, low, high, _ = _told(places, place_full, place_free, item, 1)
+    while left > 0:
+        for w in gl.static_range(2):
+            stage = (item % QUERIES) * 2 + w
+            mbarrier.wait(q_free.index(stage), (item // QUERIES + 1) & 1)
+            mbarrier.expect(q_full.index(stage), q_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_rows, [row + w * ROWS, 0], q_full.index(stage), q_tiles.index(stage))
+        for j in range(low, high, BLOCK_KV):
+            slot = block % STAGES
+            phase = (block // STAGES + 1) & 1
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(k_full.index(slot), k_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_rows, [k0 + j, 0], k_full.index(slot), k_blocks.index(slot))
+            mbarrier.wait(v_free.index(slot), phase)
+            mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_rows, [k0 + j, 0], v_full.index(slot), v_blocks.index(slot))
+            block += 1
+        item += 1
+        row, left, k0, _, low, high, _ = _told(places, place_full, place_free, item, 1)
+
+
+@gluon.jit
+def _masked(
+    s, j, kv, place, window, ACT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK_KV: gl.constexpr,
+    LOGITS: gl.constexpr,
+):  # fmt: skip
+    """Logits of keys from j on; those that a query does not see become what gives no weight."""
+    edge = j + BLOCK_KV > kv
+    if CAUSAL:
+        edge = edge | (j + BLOCK_KV - 1 > place)
+    if WINDOW:
+        edge = edge | (place + ROWS - 1 - j > window) | (j + BLOCK_KV - 1 - place > window)
+    if edge:
+        column = j + gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(0, LOGITS))[None, :]
+        seen = column < kv
+        if CAUSAL or WINDOW:
+            at = place + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOGITS))[:, None]
+            if CAUSAL:
+                seen = seen & (column <= at)
+            if WINDOW:
+                seen = seen & (column - at <= window) & (at - column <= window)
+        hidden: gl.constexpr = float("-inf") if ACT == "softmax" else 0.0
+        s = gl.where(seen, s, hidden)
+    return s
+
+
+@gluon.jit
+def _weights(
+    s, top, total, logit, ACT: gl.constexpr, SCALED: gl.constexpr, dtype: gl.constexpr, VALUES: gl.constexpr
+):  # fmt: skip
+    """The weights of a block as the left operand of the product with its values, and what softmax keeps."""
+    shrink = top
+    if ACT == "softmax":
+        new_top = gl.maximum(top, gl.max(s, 1))
+        p = gl.exp2(s * logit - (new_top * logit)[:, None])
+        shrink = gl.exp2((top - new_top) * logit)
+        total = total * shrink + gl.sum(p, 1)
+        top = new_top
+    else:
+        if SCALED:
+            s = s * logit
+        p = activate(s, ACT, True)
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, VALUES, 2)), top, total, shrink
+
+
+@gluon.jit
+def _no_values_beyond(v, rows, BLOCK_KV: gl.constexpr, D: gl.constexpr):
+    """Zeros where rows of another sequence were read. Both groups write the same."""
+    PART: gl.constexpr = 32
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    if rows < BLOCK_KV:
+        for i in gl.static_range(BLOCK_KV // PART):
+            if rows < (i + 1) * PART:
+                part = v.slice(i * PART, PART)
+                at = i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ZEROS))
+                part.store(gl.where((at < rows)[:, None], part.load(ZEROS), 0.0).to(v.dtype))
+        fence_async_shared()
+        tl.debug_barrier()
+
+
+@gluon.jit
+def _compute(
+    MINE: gl.constexpr, o_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
+    places, place_full, place_free, o_base, sto, l_base, stl, window, s_in, s_out,
+    ACT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SCALED: gl.constexpr, BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr, OVERLAP: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """One of two computing groups: half of the queries of every tile."""
+    dtype: gl.constexpr = q_tiles.dtype
+    SOFTMAX: gl.constexpr = ACT == "softmax"
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, VALUES)
+    no_logits = gl.zeros([ROWS, BLOCK_KV], gl.float32, LOGITS)
+    logit = s_in
+    if SOFTMAX:
+        logit = s_in * LOG2E
+    item = 0
+    block = 0
+    row, left, _, kv, low, high, place = _told(places, place_full, place_free, item, 4)
+    while left > 0:
+        row += MINE * ROWS
+        left -= MINE * ROWS
+        place += MINE * ROWS
+        stage = (item % QUERIES) * 2 + MINE
+        q = q_tiles.index(stage)
+        acc = gl.zeros([ROWS, D], gl.float32, VALUES)
+        top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, LOGITS))
+        total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
+        mbarrier.wait(q_full.index(stage), (item // QUERIES) & 1)
+        if OVERLAP:
+            if low < high:
+                slot = block % STAGES
+                mbarrier.wait(k_full.index(slot), (block // STAGES) & 1)
+                s = warpgroup_mma(q, k_blocks.index(slot).permute((1, 0)), no_logits, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+                mbarrier.arrive(k_free.index(slot))
+                s = _masked(s, low, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
+                p, top, total, _ = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
+                mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
+                for j in range(low + BLOCK_KV, high, BLOCK_KV):
+                    slot = block % STAGES
+                    block += 1
+                    after = block % STAGES
+                    phase = (block // STAGES) & 1
+                    mbarrier.wait(k_full.index(after), phase)
+                    k = k_blocks.index(after)
+                    s = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+                    sums = warpgroup_mma(p, v_blocks.index(slot), acc, is_async=True)
+                    s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+                    mbarrier.arrive(k_free.index(after))
+                    s = _masked(s, j, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
+                    p_after, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
+                    # Here, since the assembler else moves the wait for the sums to before the weights.
+                    mbarrier.wait(v_full.index(after), phase)
+                    acc, p, p_after = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p, p_after])
+                    mbarrier.arrive(v_free.index(slot))
+                    if SOFTMAX:
+                        acc = acc * gl.convert_layout(shrink, OF_ROWS)[:, None]
+                    p = p_after
+                slot = block % STAGES
+                v = v_blocks.index(slot)
+                _no_values_beyond(v, kv - low - (high - low - 1) // BLOCK_KV * BLOCK_KV, BLOCK_KV, D)
+                sums = warpgroup_mma(p, v, acc, is_async=True)
+                acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
+                mbarrier.arrive(v_free.index(slot))
+                block += 1
+        else:
+            for j in range(low, high, BLOCK_KV):
+                slot = block % STAGES
+                phase = (block // STAGES) & 1
+                mbarrier.wait(k_full.index(slot), phase)
+                needed = left > 0
+                if CAUSAL:
+                    needed = needed & (j < place + ROWS)
+                if WINDOW:
+                    needed = needed & (j < place + ROWS + window) & (j + BLOCK_KV > place - window)
+                if needed:
+                    k = k_blocks.index(slot)
+                    s = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+                    s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
+                    mbarrier.arrive(k_free.index(slot))
+                    s = _masked(s, j, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
+                    p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
+                    if SOFTMAX:
+                        acc = acc * gl.convert_layout(shrink, OF_ROWS)[:, None]
+                    mbarrier.wait(v_full.index(slot), phase)
+                    v = v_blocks.index(slot)
+                    _no_values_beyond(v, kv - j, BLOCK_KV, D)
+                    acc = warpgroup_mma(p, v, acc, is_async=True)
+                    acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
+                    mbarrier.arrive(v_free.index(slot))
+                else:
+                    mbarrier.arrive(k_free.index(slot))
+                    mbarrier.wait(v_full.index(slot), phase)
+                    mbarrier.arrive(v_free.index(slot))
+                block += 1
+        r = row + gl.arange(0, ROWS, layout=OF_ROWS)
+        live = gl.arange(0, ROWS, layout=OF_ROWS) < left
+        if SOFTMAX:
+            some = total > 0
+            lse = gl.where(some, top * s_in + gl.log(gl.where(some, total, 1.0)), 0.0)
+            gl.store(l_base + r.to(gl.int64) * stl, gl.convert_layout(lse, OF_ROWS), mask=live)
+            factor = 1.0 / gl.where(some, total, 1.0)
+            out = (acc * gl.convert_layout(factor, OF_ROWS)[:, None]).to(dtype)
+        else:
+            out = (acc * s_out).to(dtype)
+        if left >= ROWS:
+            q.store(out)  # the queries are used up: their place takes the results
+            fence_async_shared()
+            tl.debug_barrier()
+            tma.async_copy_shared_to_global(o_rows, [row, 0], q)
+            tma.store_wait(0)
+        else:
+            column = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
+            gl.store(o_base + r[:, None].to(gl.int64) * sto + column[None, :], out, mask=live[:, None])
+            tl.debug_barrier()
+        mbarrier.arrive(q_free.index(stage))
+        item += 1
+        row, left, _, kv, low, high, place = _told(places, place_full, place_free, item, 4)
+
+
+@gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))
+def forward_long(
+    Q, K, V, OUT, LSE, QO, KO, COUNTER, B, total, keys, window, s_in, s_out, HEADS, stq, shq, stk, shk, stv, shv,
+    GROUP: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    ROUNDS: gl.constexpr, SCALED: gl.constexpr, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    TMA: gl.constexpr,
+):  # fmt: skip
+    """Program i has head ``i % HEADS``; ``COUNTER`` has a zero for each head, ``total`` and ``keys`` are all rows."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    h = gl.program_id(0) % HEADS
+    part = gl.program_id(0) // HEADS
+    parts = gl.num_programs(0) // HEADS
+    tiles = total // (2 * ROWS) + B
+    hk = h // GROUP
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KV, D], dtype)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    o_base = OUT + h * D
+    sto = HEADS * D
+    l_base = o_base
+    if ACT == "softmax":
+        l_base = LSE + h
+    q_rows = tma.make_tensor_descriptor(Q + h * shq, [total, D], [stq, 1], [ROWS, D], TILE)
+    o_rows = tma.make_tensor_descriptor(o_base, [total, D], [sto, 1], [ROWS, D], TILE)
+    k_rows = tma.make_tensor_descriptor(K + hk * shk, [keys, D], [stk, 1], [BLOCK_KV, D], BLOCK)
+    v_rows = tma.make_tensor_descriptor(V + hk * shv, [keys, D], [stv, 1], [BLOCK_KV, D], BLOCK)
+    q_tiles = gl.allocate_shared_memory(dtype, [QUERIES * 2, ROWS, D], TILE)
+    k_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], BLOCK)
+    v_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], BLOCK)
+    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], FLAT)
+    q_full = gl.allocate_shared_memory(gl.int64, [QUERIES * 2, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [QUERIES * 2, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    place_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    place_free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for i in gl.static_range(QUERIES * 2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(place_full.index(i), count=1)
+        mbarrier.init(place_free.index(i), count=3)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_compute, (
+                0, o_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
+                places, place_full, place_free, o_base, sto, l_base, HEADS, window, s_in, s_out,
+                ACT, CAUSAL, WINDOW, SCALED, BLOCK_KV, STAGES, OVERLAP, D,
+            )),
+            (_compute, (
+                1, o_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
+                places, place_full, place_free, o_base, sto, l_base, HEADS, window, s_in, s_out,
+                ACT, CAUSAL, WINDOW, SCALED, BLOCK_KV, STAGES, OVERLAP, D,
+            )),
+            (_load, (
+                q_rows, k_rows, v_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
+                places, place_full, place_free, BLOCK_KV, STAGES,
+            )),
+            (_schedule, (
+                places, place_full, place_free, QO, KO, COUNTER + h, B, tiles, part, parts, window,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS,
+            )),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
