@@ -250,7 +250,7 @@ def _compute(
                 s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
                 mbarrier.arrive(k_free.index(slot))
                 s = _masked(s, low, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
-                p, top, total, _ = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
+                p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
                 mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
                 for j in range(low + BLOCK_KV, high, BLOCK_KV):
                     slot = block % STAGES
