@@ -75,6 +75,8 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "family", "act", "width", "keys"), CASES)
 def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int, keys: int, arch: int) -> None:
     config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, width, 512, keys)
+    if "OVERLAP" in config:
+        config = tuning.default(family, "bfloat16", width, keys)
     if kernel == "backward_q":
         config = config["query"]
     if kernel == "backward_kv":
