@@ -32,7 +32,8 @@ class RowGroup:
     ``first_row`` (of the row group) and ``first_start`` (of its first request) count rows of the file.
     ``rows`` is the size of the row group, ``requests`` the number of requests, ``selected_rows`` their rows
     that are wanted. ``sizes`` holds the rows of each request (``None``: one each), ``selected`` whether each is
-    wanted, packed to bits (``None``: all).
+    wanted, packed to bits (``None``: all). ``events`` is the mean number of events of a row over all its histories,
+    from the file's footer.
     """
 
     file: int
@@ -44,6 +45,7 @@ class RowGroup:
     selected_rows: int
     sizes: np.ndarray | None = None
     selected: np.ndarray | None = None
+    events: float = 0.0
 
     def request_sizes(self, first: int, stop: int) -> np.ndarray:
         """Rows of requests ``first .. stop - 1``, int64."""
@@ -166,6 +168,19 @@ def _event_bytes(metadata: pq.FileMetaData, schema: Schema) -> float:
     return total
 
 
+def _group_events(metadata: pq.FileMetaData, schema: Schema, number: int) -> float:
+    """Mean events of a row of a row group over all histories, none longer than is read on average."""
+    limits = {s.attributes[0].column: s.max_length for s in schema.sequences}
+    group = metadata.row_group(number)
+    total = 0
+    for place in range(group.num_columns):
+        column = group.column(place)
+        limit = limits.get(column.path_in_schema.split(".", 1)[0])
+        if limit is not None:
+            total += min(column.num_values, limit * group.num_rows)
+    return total / max(1, group.num_rows)
+
+
 @dataclass(slots=True)
 class _Open:
     """A row group whose last request may not have ended yet."""
@@ -194,7 +209,8 @@ class _FileScan:
         for group, count in enumerate(rows):
             if self.schema.request_id is None and self.surface is None:
                 if count:
-                    yield RowGroup(self.file, group, first_row, count, first_row, count, count)
+                    events = _group_events(metadata, self.schema, group)
+                    yield RowGroup(self.file, group, first_row, count, first_row, count, count, events=events)
             else:
                 found = self._scan(group, first_row, count)
                 if len(found.starts):
@@ -254,4 +270,5 @@ class _FileScan:
             selected_rows=wanted,
             sizes=None if largest == 1 else sizes.astype(np.min_scalar_type(largest)),
             selected=None if selected is None or selected.all() else np.packbits(selected),
+            events=_group_events(self.parquet.metadata, self.schema, found.group),
         )

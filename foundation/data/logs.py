@@ -10,7 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from foundation.data.arrow_columns import column_roles
 from foundation.data.dataset import Dataset
@@ -40,6 +40,12 @@ class ReaderConfig:
         prefetch: batches that each worker may have ready.
         seed: for the order of rows; every epoch has its own.
         drop_last: leave out the last batch of a window if it is not full, and what other ranks have too few of.
+        balance: make the batches of a window hold nearly the same number of events, so that ranks wait less for one
+            another: none, request (a history counts once), or impression (once for each impression of its request, as
+            layers with copies of it compute). Ranks are alike as far as their windows are: large windows help.
+        base_batch: impressions that stay together when batches are balanced; a batch has as many base batches as fit.
+        max_tokens: the most events of a batch, counted as `balance` says; windows are cut into more batches by what the
+            files' footers say, and the longest histories of a batch that still has more are cut. 0: any number.
     """
 
     batch_size: int = 1024
@@ -49,6 +55,9 @@ class ReaderConfig:
     prefetch: int = 4
     seed: int = 0
     drop_last: bool = False
+    balance: Literal["none", "request", "impression"] = "none"
+    base_batch: int = 128
+    max_tokens: int = 0
 
     def __post_init__(self) -> None:
         for key, least in (
@@ -58,9 +67,17 @@ class ReaderConfig:
             ("workers", 0),
             ("prefetch", 1),
             ("seed", 0),
+            ("base_batch", 1),
+            ("max_tokens", 0),
         ):
             if getattr(self, key) < least:
                 raise ValueError(f"reader.{key}: must be at least {least}, got {getattr(self, key)}")
+        if self.balance not in ("none", "request", "impression"):
+            raise ValueError(f"reader.balance: must be none, request or impression, got {self.balance!r}")
+        if self.balance != "none" and not self.shuffle_window:
+            raise ValueError("reader.balance: batches in file order cannot be balanced; set reader.shuffle_window")
+        if self.max_tokens and (self.balance == "none" or self.drop_last):
+            raise ValueError("reader.max_tokens: needs reader.balance, and reader.drop_last false")
 
 
 class LogReader:
@@ -244,7 +261,9 @@ class LogReader:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What the order of rows depends on."""
+        config = self.config
         return {
+            "balance": None if config.balance == "none" else [config.balance, config.base_batch, config.max_tokens],
             "schema_hash": self.dataset.schema.hash,
             "split": self.split,
             "surface": self.surface,
@@ -286,6 +305,9 @@ def _settings(config: ReaderConfig, index: SplitIndex) -> PlanSettings:
         shuffle=config.shuffle_window > 0,
         seed=config.seed,
         drop_last=config.drop_last,
+        base_batch=config.base_batch if config.balance != "none" else 0,
+        copies=config.balance == "impression",
+        max_tokens=config.max_tokens,
     )
 
 

@@ -7,7 +7,8 @@ plan of all ranks and no rank has to talk to another:
    overfill a rank is split at the nearest request. All ranks end with nearly the same number of rows.
 2. A rank's row groups are cut or gathered into windows. Inside a window, requests are shuffled.
 3. A window is cut into batches of whole requests, all of nearly the same size. A rank that needs fewer batches
-   than another cuts a little finer, so every rank has exactly the same number of them.
+   than another cuts a little finer, so every rank has exactly the same number of them. Where batches are balanced by
+   events (``foundation.data.balance``), the plan says how many there are, and the window's content what each holds.
 
 When the number of ranks changes in mid-epoch, what the old ranks had left is dealt again to the new ones.
 """
@@ -21,22 +22,33 @@ from itertools import zip_longest
 
 import numpy as np
 
+from foundation.data import balance
 from foundation.data.index import SplitIndex
 
 # Row groups larger than a window are read side by side, this many at a time: their windows mix better, and
 # several workers can each read on in their own row group instead of skipping rows of a common one.
 _LANES = 4
+# Tells the random order of a window's batches from that of its requests.
+_BATCH_ORDER = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What a plan depends on beside the data. ``window_rows`` is the greatest number of rows of a window."""
+    """What a plan depends on beside the data.
+
+    ``window_rows`` is the greatest number of rows of a window, ``base_batch`` that of a base batch (0: batches are not
+    balanced), ``copies`` whether each impression of a request counts its history anew, ``max_tokens`` the most
+    events of a batch (0: any number).
+    """
 
     batch_size: int
     window_rows: int
     shuffle: bool
     seed: int
     drop_last: bool = False
+    base_batch: int = 0
+    copies: bool = False
+    max_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,30 @@ def window_requests(index: SplitIndex, unit: Unit) -> tuple[np.ndarray, np.ndarr
     return sizes, np.random.default_rng(unit.seed).permutation(len(sizes))
 
 
+def window_batches(
+    sizes: np.ndarray, order: np.ndarray, events: np.ndarray, settings: PlanSettings, unit: Unit
+) -> tuple[np.ndarray, np.ndarray]:
+    """The batches of a window.
+
+    Args:
+        sizes: rows of each request in file order, int64 ``[r]``.
+        order: the shuffled requests, int64 ``[r]``.
+        events: of the histories of each request in file order, int64 ``[r]``.
+
+    Returns:
+        the requests in the order of use, int64; row positions between batches in that order, int64 ``[batches + 1]``.
+    """
+    base = _base(sizes, settings)
+    if not base:
+        return order, batch_cuts(sizes[order], settings, unit.batches)
+    assert unit.seed is not None
+    tokens = (events * sizes if settings.copies else events)[order]
+    places, cuts = balance.balanced(
+        sizes[order], tokens, base, settings.batch_size, unit.batches, (*unit.seed, _BATCH_ORDER)
+    )
+    return order[places], cuts
+
+
 def batch_cuts(sizes: np.ndarray, settings: PlanSettings, batches: int) -> np.ndarray:
     """Where a window is cut.
 
@@ -139,6 +175,10 @@ def batch_cuts(sizes: np.ndarray, settings: PlanSettings, batches: int) -> np.nd
 
 def fewest_batches(sizes: np.ndarray, settings: PlanSettings) -> int:
     """The least number of batches for requests of these sizes in this order; with drop_last, of full ones."""
+    base = _base(sizes, settings)
+    if base:
+        count = len(balance.base_stops(sizes, base))
+        return balance.fewest_batches(count, base, settings.batch_size, drop_last=settings.drop_last)
     ends = _ends(sizes, settings.batch_size)
     if settings.drop_last:
         return len(_full_cuts(ends, settings.batch_size)) - 1
@@ -280,12 +320,38 @@ def _interleave(parts: list[list[Piece]]) -> list[Piece]:
     return out
 
 
+def _base(sizes: np.ndarray, settings: PlanSettings) -> int:
+    """Rows of a base batch of this window; 0 where its batches are cut in the order of use."""
+    return balance.base_size(sizes, settings.base_batch, settings.batch_size) if settings.base_batch else 0
+
+
+def _most_batches(index: SplitIndex, settings: PlanSettings, unit: Unit) -> int:
+    """How finely a window can be cut."""
+    sizes, order = window_requests(index, unit)
+    base = _base(sizes, settings)
+    return len(balance.base_stops(sizes[order], base)) if base else len(_ends(sizes, settings.batch_size))
+
+
 def _count(index: SplitIndex, settings: PlanSettings, unit: Unit) -> int:
-    if all(index.groups[piece.group].sizes is None for piece in unit.pieces):
+    if not settings.base_batch and all(index.groups[piece.group].sizes is None for piece in unit.pieces):
         rows = sum(piece.rows for piece in unit.pieces)
         return rows // settings.batch_size if settings.drop_last else -(-rows // settings.batch_size)
     sizes, order = window_requests(index, unit)
-    return fewest_batches(sizes[order], settings)
+    count = fewest_batches(sizes[order], settings)
+    if settings.max_tokens:
+        wanted = -(-int(balance.MARGIN * _expected_tokens(index, settings, unit)) // settings.max_tokens)
+        count = max(count, min(wanted, _most_batches(index, settings, unit)))
+    return count
+
+
+def _expected_tokens(index: SplitIndex, settings: PlanSettings, unit: Unit) -> float:
+    """Events of a window as the files' footers tell them: so many of each row of a row group on average."""
+    total = 0.0
+    for piece in unit.pieces:
+        group = index.groups[piece.group]
+        counted = piece.rows if settings.copies else int((group.wanted_sizes(piece.first, piece.stop) > 0).sum())
+        total += group.events * counted
+    return total
 
 
 def _total(units: Iterable[Unit]) -> int:
@@ -310,7 +376,7 @@ def _stretch(index: SplitIndex, settings: PlanSettings, units: list[Unit], batch
     while lacking:
         before = lacking
         for i, unit in enumerate(out):
-            if lacking and unit.batches < len(_ends(_sizes(index, unit.pieces), settings.batch_size)):
+            if lacking and unit.batches < _most_batches(index, settings, unit):
                 out[i] = replace(unit, batches=unit.batches + 1, stop=unit.stop + 1)
                 lacking -= 1
         if lacking == before:

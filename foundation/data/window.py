@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
+from foundation.data.balance import longest_history
 from foundation.data.encoding import EncodedBatch, EncodedRows
 from foundation.data.jagged import jagged_index
 from foundation.data.schema import Feature, Schema, Sequence
@@ -61,6 +62,10 @@ class WindowStore:
             side = self.request if name in REQUEST_FIELDS else self.item
             self._fields.setdefault(name, _Growing()).add(values, side.share)
 
+    def events(self) -> np.ndarray:
+        """Events of each request's histories, int64 ``[r]``."""
+        return sum(self.request.histories(), np.zeros(self.request.rows, dtype=np.int64))
+
     def field(self, name: str, rows: np.ndarray, new: New) -> np.ndarray:
         """Rows of a plain field."""
         return _taken(self._fields[name].values(), rows, new)
@@ -72,7 +77,7 @@ class Window:
     Args:
         store: all rows; it must not change while the window is in use.
         sizes: rows of each request in file order, int64 ``[r]``.
-        order: the requests in the order of use, int64 ``[r]``.
+        order: the requests in the order of use, int64; some may be left out.
         cuts: row positions between batches in the order of use, int64 ``[batches + 1]``.
     """
 
@@ -84,22 +89,49 @@ class Window:
         one_each = int(sizes.sum()) == len(sizes)
         # The rows, and the number of each row's request, in the order of use.
         self._rows = order if one_each else jagged_index((np.cumsum(sizes) - sizes)[order], used)
-        self._request_of = np.arange(len(sizes)) if one_each else np.repeat(np.arange(len(sizes)), used)
-        assert store.request.rows == len(sizes) and store.item.rows == len(self._rows)
+        self._request_of = np.arange(len(order)) if one_each else np.repeat(np.arange(len(order)), used)
+        self._limits: dict[int, int] = {}
+        assert store.request.rows == len(sizes) and store.item.rows >= len(self._rows)
+
+    def limit(self, most: int, copies: bool, batches: Iterable[int]) -> int:
+        """Cuts the longest histories of batches that have more than ``most`` events.
+
+        Args:
+            copies: a history counts once for each impression of its request, else once.
+            batches: numbers of the batches that will be taken.
+
+        Returns:
+            how many histories are cut.
+        """
+        histories = self._store.request.histories()
+        cut = 0
+        for number in batches:
+            requests, rows, _ = self._batch(number)
+            impressions = np.bincount(rows, minlength=len(requests)) if copies else np.ones(len(requests), np.int64)
+            lengths = np.concatenate([own[requests] for own in histories]) if histories else np.zeros(0, np.int64)
+            found = longest_history(lengths, np.tile(impressions, len(histories)), most) if len(lengths) else None
+            if found is not None:
+                self._limits[number] = found
+                cut += int(np.count_nonzero(lengths > found))
+        return cut
 
     def batch(self, number: int, new: New = np.empty) -> EncodedBatch:
         """Batch ``number``, R requests with N impressions, in arrays that ``new`` makes."""
-        start, stop = int(self._cuts[number]), int(self._cuts[number + 1])
-        request_of = self._request_of[start:stop]
-        first, last = (int(request_of[0]), int(request_of[-1]) + 1) if stop > start else (0, 0)
-        requests, rows = self._order[first:last], self._rows[start:stop]
+        requests, request_of, rows = self._batch(number)
         return EncodedBatch(
-            request=self._store.request.take(requests, new),
+            request=self._store.request.take(requests, new, self._limits.get(number)),
             item=self._store.item.take(rows, new),
-            request_index=np.subtract(request_of, first, out=new(request_of.shape, request_of.dtype)),
+            request_index=np.positive(request_of, out=new(request_of.shape, request_of.dtype)),
             **{name: self._store.field(name, requests, new) for name in REQUEST_FIELDS},
             **{name: self._store.field(name, rows, new) for name in ITEM_FIELDS},
         )
+
+    def _batch(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Requests of a batch, which of them each of its rows belongs to, and the rows."""
+        start, stop = int(self._cuts[number]), int(self._cuts[number + 1])
+        request_of = self._request_of[start:stop]
+        first, last = (int(request_of[0]), int(request_of[-1]) + 1) if stop > start else (0, 0)
+        return self._order[first:last], request_of - first, self._rows[start:stop]
 
 
 class _Growing:
@@ -153,6 +185,7 @@ class _RowStore:
         groups |= {f.name: [f.name] for f in features if f.kind == "multi"}
         groups |= {s.name: [s.key(a.name) for a in s.attributes] for s in sequences}
         self.rows = 0
+        self._latest = {s.name: s.keep == "latest" for s in sequences}
         self._expected = 0
         self._groups = {name: keys for name, keys in groups.items() if keys}
         self._place = {key: (name, number) for name, keys in groups.items() for number, key in enumerate(keys)}
@@ -194,8 +227,16 @@ class _RowStore:
         for name, values in rows.times.items():
             self._part("times", name).add(values, share)
 
-    def take(self, rows: np.ndarray, new: New) -> EncodedRows:
-        """The rows with these numbers (int64 ``[n]``) in this order, with int64 ids."""
+    def histories(self) -> list[np.ndarray]:
+        """Events of each row, one array per sequence."""
+        return [self._part("lengths", name).values() for name in self._latest]
+
+    def take(self, rows: np.ndarray, new: New, limit: int | None = None) -> EncodedRows:
+        """The rows with these numbers (int64 ``[n]``) in this order, with int64 ids.
+
+        Args:
+            limit: events that a history keeps, of the end that its sequence names; all by default.
+        """
         found = EncodedRows(len(rows), {}, {}, {}, _taken(self._part("dense").values(), rows, new), {})
         for group, keys in self._groups.items():
             if group:
@@ -203,7 +244,12 @@ class _RowStore:
                 if group not in self._starts:
                     self._starts[group] = np.cumsum(lengths) - lengths
                 count = _taken(lengths, rows, new)
-                index = jagged_index(self._starts[group].take(rows), count)
+                starts = self._starts[group].take(rows)
+                if limit is not None and group in self._latest:
+                    if self._latest[group]:
+                        starts += np.maximum(count - limit, 0)
+                    np.minimum(count, limit, out=count)
+                index = jagged_index(starts, count)
             else:
                 index, count = rows, new(rows.shape, np.dtype(np.int64))
                 count.fill(1)

@@ -24,7 +24,7 @@ from foundation.data.encoding import (
 from foundation.data.ids import canonical_ids, id_hash
 from foundation.data.index import SplitIndex
 from foundation.data.parquet_rows import RowReader
-from foundation.data.plan import Piece, PlanSettings, Unit, batch_cuts, window_requests
+from foundation.data.plan import Piece, PlanSettings, Unit, window_batches, window_requests
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError
 from foundation.data.window import Window, WindowStore
@@ -97,8 +97,13 @@ class WindowLoader:
         store.clear(len(sizes), int(sizes.sum()))
         for piece in unit.pieces:
             self._add_piece(piece, store)
-        cuts = batch_cuts(sizes[order], self.settings, unit.batches)
-        return Window(store, sizes, order, cuts)
+        order, cuts = window_batches(sizes, order, store.events(), self.settings, unit)
+        window = Window(store, sizes, order, cuts)
+        if self.settings.max_tokens:
+            cut = window.limit(self.settings.max_tokens, self.settings.copies, range(unit.first, unit.stop))
+            if cut:
+                self._counts["histories"]["cut to max_tokens"] += cut
+        return window
 
     def take_counts(self) -> Counts:
         """What was counted since the last call: missing and unknown ids, truncated lists, null labels."""
