@@ -8,7 +8,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -61,16 +61,13 @@ class _HashingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
+        file = _HashingFile(path)
         try:
-            with _HashingFile(path) as file:
-                yield file
-            self.written[Path(path)] = (file.size, file.digest.hexdigest())
-        except OSError as error:
-            self.error = error
-            raise
-        except RuntimeError:
-            self.error = file.error
-            raise
+            with _Buffered(file, _BUFFER) as buffered:
+                yield buffered
+        finally:
+            self.error = self.error or file.error
+        self.written[Path(path)] = (file.size, file.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
@@ -78,29 +75,26 @@ class _HashingFiles(FileSystem):
             self.written[Path(new_path)] = self.written.pop(Path(path))
 
 
-class _HashingFile(io.BufferedWriter):
+class _HashingFile(io.FileIO):
+    """Unbuffered: each call brings a megabyte, or one tensor."""
+
     def __init__(self, path: str | os.PathLike) -> None:
-        super().__init__(cast(io.RawIOBase, io.FileIO(path, "wb")), _BUFFER)
+        super().__init__(path, "wb")
         self.path, self.digest, self.size = str(path), hashlib.sha256(), 0
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
-            count = super().write(data)
+            count = super().write(data) or 0
         except OSError as error:
             self.error = OSError(error.errno, os.strerror(error.errno or 0), self.path)
             raise self.error from None
-        self.digest.update(data)
+        self.digest.update(memoryview(data)[:count])
         self.size += count
         return count
 
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError as error:
-            self.error = self.error or OSError(error.errno, os.strerror(error.errno or 0), self.path)
-            raise self.error from None
 
+class _Buffered(io.BufferedWriter):
     def fileno(self) -> int:
         self.flush()  # torch asks for it to sync the index, which it has not flushed by then
         return super().fileno()
