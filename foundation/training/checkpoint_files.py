@@ -39,7 +39,13 @@ Tensors = Mapping[str, Spread]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, found or used; the message names the path and what is wrong."""
+    """A checkpoint that cannot be written, found or used; the message names the path and what is wrong.
+
+    Attributes:
+        full_disk: it could not be written because the disk is full.
+    """
+
+    full_disk = False
 
 
 def step_name(step: int) -> str:
@@ -76,7 +82,7 @@ def write_checkpoint(
     """
     final, temporary = folder / step_name(step), folder / f"{step_name(step)}.tmp"
     rank, what = _rank(), f"cannot write checkpoint {final}"
-    advice = "; the checkpoints before it are untouched: see to that, then go on with resume true"
+    advice = "; the checkpoints before it are untouched" if (folder / "latest").is_file() else ""
     with _together(what, cleanup=temporary, group=group, advice=advice):
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -353,7 +359,7 @@ def _together(
     what: str, cleanup: Path | None = None, group: dist.ProcessGroup | None = None, advice: str = ""
 ) -> Iterator[None]:
     """Runs a block on every rank; if it fails on one, every rank raises a CheckpointError with the first reason."""
-    reason: str | None = None
+    reason: tuple[str, bool] | None = None
     bug: Exception | None = None
     try:
         yield
@@ -368,17 +374,20 @@ def _together(
         return
     if cleanup is not None and _rank() == 0:
         shutil.rmtree(cleanup, ignore_errors=True)
-    raise CheckpointError((f"{what}: {first}" if what else first) + advice) from bug
+    text, full = first
+    failed = CheckpointError((f"{what}: {text}" if what else text) + advice)
+    failed.full_disk = full
+    raise failed from bug
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, and what to do where the file system says it."""
+def _reason(error: BaseException) -> tuple[str, bool]:
+    """What went wrong, with what to do where the file system says it, and whether the disk is full."""
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{error}; free space there, or keep fewer checkpoints (checkpoint.keep)"
+        return str(error), True
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; this user must be able to write there"
-    return str(error)
+        return f"{error}; make it writable for this user, then go on with resume true", False
+    return str(error), False
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -66,8 +66,13 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
     fabric.launch()
     try:
         yield fabric
-    finally:
         for logger in fabric.loggers:
             logger.finalize("finished")
+    except BaseException:
+        for logger in fabric.loggers:
+            with suppress(Exception):  # what ended the run is what its user must hear
+                logger.finalize("failed")
+        raise
+    finally:
         if not existed:
             dist.destroy_process_group()

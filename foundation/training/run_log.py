@@ -72,9 +72,13 @@ class RunLog:
             self._fabric.log_dict({name: value for name, value in flat.items() if math.isfinite(value)}, step)
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._active:
+        if not self._active:
+            return
+        try:
             with open(self._path, "a") as file:
                 file.write(json.dumps(finite(line)) + "\n")
+        except OSError as error:  # one of a write has no path
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
 
 def print_summary(title: str, results: Results, lines: list[str]) -> None:

@@ -38,6 +38,7 @@ from foundation.training.checkpoint_files import find_checkpoint, point, prune, 
 from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
+from foundation.training.full_disk import full_disk_named
 from foundation.training.launch import Device, Precision, launched
 from foundation.training.ledger import LEDGER, Ledger
 from foundation.training.ledger_report import publish
@@ -187,6 +188,7 @@ def train(config: TrainConfig) -> TrainResult:
     if fresh and not (config.resume and checkpoints.is_dir()):  # a run that ended before its first checkpoint
         require_free(config.out, overwrite=config.overwrite)
     with ExitStack() as stack:
+        stack.enter_context(full_disk_named(config.out))
         with ledger.phase(PROCESS_GROUP):
             processes = launched(
                 device=config.device,

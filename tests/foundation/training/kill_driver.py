@@ -112,6 +112,11 @@ def in_fork(function: Callable[[int], None], log: Path, watch: Callable[[dict[st
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def unfinished(out: Path) -> set[tuple[str, int]]:
+    """Name and inode of the checkpoints that are not whole."""
+    return {(path.name, path.stat().st_ino) for path in (out / "checkpoints").glob("step-*.tmp")}
+
+
 def attempt(folder: Path, out: Path, epochs: int, moment: Moment | None) -> dict[str, Any]:
     """One process on the run, and what it told."""
     told: dict[str, Any] = {"out": out.name, "moment": moment, "loaded": None, "steps": []}
@@ -123,9 +128,9 @@ def attempt(folder: Path, out: Path, epochs: int, moment: Moment | None) -> dict
                 os.kill(pid, signal.SIGKILL)
         told.update({key: value for key, value in line.items() if key in ("loaded", "counts")})
 
-    data = folder / "data"
+    data, before = folder / "data", unfinished(out)
     told["ended"] = in_fork(lambda pipe: Child(pipe, moment).run(data, out, epochs), folder / f"{out.name}.log", watch)
-    told["unfinished"] = sorted(path.name for path in (out / "checkpoints").glob("step-*.tmp"))
+    told["unfinished"] = sorted(name for name, _ in unfinished(out) - before)
     latest = out / "checkpoints" / "latest"
     told["latest"] = latest.read_text() if latest.is_file() else None
     if told["latest"]:
@@ -140,12 +145,13 @@ def main(folder: Path, kills: int, epochs: int, seed: int) -> None:
     in_fork(lambda _: small_run.dataset(folder / "data") and None, folder / "data.log", lambda *_: None)
     attempts = [attempt(folder, folder / "whole", epochs, None)]
     counts = attempts[0]["counts"]
-    saves = counts["commit"]
+    saves, steps = counts["commit"], len(attempts[0]["steps"])
+    span = 2 * steps // kills + EVERY  # so that the kills are spread over the run
     draw = random.Random(seed)
     killed, number = 0, 0
     while killed < kills or attempts[-1]["ended"] != 0:
         what = draw.choice(["step", "step", "write", "write", "commit", "rename", "pointer", "prune"])
-        within = 2 * EVERY if what == "step" else max(1, 2 * counts[what] // saves)
+        within = span if what == "step" else max(1, counts[what] * span // EVERY // saves)
         moment = (what, draw.randint(1, within)) if killed < kills else None
         number += attempts[-1]["ended"] == 0
         attempts.append(attempt(folder, folder / f"killed-{number}", epochs, moment))
