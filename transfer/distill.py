@@ -26,6 +26,7 @@ from foundation.data.index import index_files
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.settings import save, show
 from foundation.training.checkpoint import load_model
+from foundation.training.full_disk import quiet_tensorboard
 from foundation.training.metrics import ALL
 from transfer.batches import StudentBatches, sample_inputs
 from transfer.evaluate import predict, report
@@ -281,7 +282,8 @@ def _fit(
         )
         interrupt = signal.getsignal(signal.SIGINT)
         try:
-            trainer.fit(module, train, validation)
+            with quiet_tensorboard():
+                trainer.fit(module, train, validation)
         except SystemExit:
             # Lightning turns Ctrl-C into an exit of its own and leaves the signal ignored.
             signal.signal(signal.SIGINT, interrupt)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system answers when a file does not fit."""
 
 
 @contextmanager
@@ -100,10 +104,29 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The system's error behind an exception that comes from a full disk or quota; None if it comes from anything else.
+
+    Libraries hide it: Lightning behind an error of its own, safetensors in the text of one.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return error
+        said = re.search(r"\(os error ([0-9]+)\)", str(error))  # how Rust says it
+        if said and int(said[1]) in FULL:
+            return OSError(int(said[1]), os.strerror(int(said[1])))
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _name_full_disk(error: BaseException, final: Path) -> None:
     """Raises what says which output did not fit; libraries that write files do not."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise OSError(error.errno, f"{os.strerror(error.errno)}; nothing was written", str(final)) from error
+    full = full_disk(error)
+    if full is not None:
+        code = full.errno or errno.ENOSPC
+        raise OSError(code, f"{os.strerror(code)}; nothing was written", str(final)) from error
 
 
 def _temporary(final: Path) -> Path:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from foundation.data.files import atomic_write, sha256_file
+from foundation.data.files import FULL, atomic_write, sha256_file
 from foundation.data.json_shape import Each, require_shape
 from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread, local_shards
 from foundation.training.hashing_writer import HashingWriter
@@ -383,7 +383,7 @@ def _together(
 def _reason(error: BaseException) -> tuple[str, bool]:
     """What went wrong, with what to do where the file system says it, and whether the disk is full."""
     code = error.errno if isinstance(error, OSError) else None
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code in FULL:
         return str(error), True
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{error}; make it writable for this user, then go on with resume true", False

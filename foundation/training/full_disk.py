@@ -10,20 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from foundation.data.files import full_disk
 from foundation.training.checkpoint_files import CheckpointError
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def full_disk(error: BaseException | None) -> OSError | None:
-    """The system's error behind an exception that comes from a full disk; None if it comes from something else."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return error
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return None
 
 
 @contextmanager
