@@ -134,18 +134,24 @@ class SequenceSummary(nn.Module):
         """A history and a vector of the candidate ``[N, E]`` to ``[N, S, D]``: recent, CLS, pooled tokens."""
         config, (events, cls, request) = self.config, history
         values = self.norm(events.values)
-        parts = []
         kept = config.recent_tokens + (config.cls_tokens if cls is None else 0)
-        if kept:
-            latest, _ = last_k(values, events.offsets, kept)
-            parts.append(latest if request is None else gather_rows(latest, request))
-        if cls is not None:
-            parts.append(self.norm(cls))
-        if self.pool is not None:
-            parts.append(self.pool(values, events.offsets, target, request))
+        recent = [last_k(values, events.offsets, kept)[0]] if kept else []
+        asks = config.reads_target or request is None
+        pooled = [] if self.pool is None else [self.pool(values, events.offsets, target, request if asks else None)]
+        if request is None:
+            return self.dropout(self._tokens([*recent, *pooled]))
+        assert cls is not None
+        own = self._tokens([self.norm(cls), *(pooled if asks else [])])
+        common = recent if asks else [*recent, *pooled]
+        if common:
+            # What the impressions of a request have in common is gated and projected once, then handed to them.
+            common = [gather_rows(self._tokens(common), request, rising=True)]
+            own = torch.cat([common[0][:, :kept], own, common[0][:, kept:]], dim=1)
+        return self.dropout(own)
+
+    def _tokens(self, parts: list[Tensor]) -> Tensor:
         summary = torch.cat(parts, dim=1)
-        summary = summary * torch.sigmoid(self.gate(summary))
-        return self.dropout(self.project(summary))
+        return self.project(summary * torch.sigmoid(self.gate(summary)))
 
 
 def _pooling(config: CrossConfig, width: int, bias: bool) -> Pooling | SeedPooling:

@@ -20,7 +20,7 @@ from torch import nn
 from foundation.data.batch import Batch
 from foundation.model.cross import FeatureSummary
 from foundation.model.gem import GEM
-from foundation.model.interaction import InteractionArm
+from foundation.model.interaction import InteractionArm, products_first
 from foundation.model.joint import JointArm
 from foundation.model.pooling import Pooling
 from foundation.model.sequence import GeneratedNetwork, SequenceArm, SequenceConfig
@@ -194,9 +194,13 @@ class _Counter:
         if not shared:
             seen = seen + config.cls_tokens
         held = events if shared else seen
-        self.add("cross", summary.gate, rows * config.sequence_tokens)
-        self.add("cross", summary.project, rows * config.sequence_tokens)
         pool = summary.pool
+        made = rows * config.sequence_tokens
+        if shared:  # tokens that the impressions of a request have in common are made once
+            own = config.cls_tokens + (config.pooled_tokens if config.reads_target else 0)
+            made = rows * own + self.requests * (config.sequence_tokens - own)
+        self.add("cross", summary.gate, made)
+        self.add("cross", summary.project, made)
         if pool is None:
             return
         asking = rows if pool.target_aware else 1
@@ -233,14 +237,15 @@ class _Counter:
             blocks = dict(arm.block.blocks.named_children())  # type: ignore[union-attr, operator]
         for name, block in blocks.items():
             if name == "fm":
-                self.flops["interaction"] += 2.0 * groups * rows * arm.tokens * block.rank * arm.width
+                tokens, width, rank = arm.tokens, arm.width, block.rank
+                products = 2 * tokens * width * rank
+                if block.y is None or products_first(tokens, width, rank):
+                    products = tokens * tokens * (width + (0 if block.y is None else rank))
+                self.flops["interaction"] += 2.0 * groups * rows * products
                 if arm.config.compression == "attentive":
-                    self.add("interaction", block.y.compress, rows * arm.width)
+                    self.add("interaction", block.y.compress, rows * width)
                     self.add("interaction", block.y.hidden, rows)
                     self.add("interaction", block.y.out, rows)
-                    self.flops["interaction"] += 2.0 * groups * rows * arm.tokens * block.rank * arm.width
-                elif block.y is not None:
-                    self.add("interaction", block.y, rows * arm.width)
                 self.add("interaction", block.mlp, rows)
                 self.add("interaction", block.out, rows)
             else:

@@ -50,9 +50,11 @@ class GroupedNorm(nn.Module):
         if groups == 1:
             return normalise(x, self.weight[0], None if self.bias is None else self.bias[0])
         shape = (groups, *([1] * (x.dim() - 2)), width)
+        plain = normalise(x, None, None)
+        weight = self.weight.view(shape).to(plain.dtype)
         if self.bias is None:
-            return F.layer_norm(x, (width,)) * self.weight.view(shape)
-        return torch.addcmul(self.bias.view(shape), F.layer_norm(x, (width,)), self.weight.view(shape))
+            return plain * weight
+        return torch.addcmul(self.bias.view(shape).to(plain.dtype), plain, weight)
 
 
 class GroupedMLP(nn.Module):

@@ -12,7 +12,8 @@ one of
 * ``dhen``: the sum of several of these side by side (DHEN, arXiv 2203.11014).
 
 Experts are independent layers whose outputs stand side by side; each sees all tokens, or a part of them (Kunlun, arXiv
-2602.10016).
+2602.10016). Maps over the token axis are multiplied from the left and ``Z (Z^T Y)`` in the cheaper order, so no
+transposed copy of Z is made.
 
 Legend: M ensemble members, E experts of a member, G = M * E, N impressions, n tokens in, o tokens out, D width, k rank,
 p tokens of an expert.
@@ -20,7 +21,7 @@ p tokens of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foundation.model.grouped import GroupedLinear, GroupedMLP, GroupedNorm
+from foundation.model.norm import autocast_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,16 +143,20 @@ class InteractionArm(nn.Module):
     def forward(self, x: Tensor, summaries: Tensor) -> Tensor:
         """Tokens ``x [M, N, n_x, D]`` with sequence summaries ``[N, n_s, D]``, the same for all members."""
         config, (members, count) = self.config, x.shape[:2]
+        x = x.to(autocast_dtype(x) or x.dtype)
         z = torch.cat([x, summaries.to(x.dtype).expand(members, -1, -1, -1)], dim=2)
         if self.pre_norm is not None:
             z = self.pre_norm(z)
         if self.exchange is not None:
             out = self.exchange(z, self._input, self._blocks)
         elif config.partition == "split":
-            z = z.index_select(2, self.part).view(members, count, config.experts, self.tokens, self.width)
-            out = self._blocks(z.transpose(1, 2).flatten(0, 1))
+            # Expert e has tokens e, e + E, ...: a step through z, unless the numbers do not divide.
+            if config.experts * self.tokens > z.shape[2]:
+                z = z.index_select(2, self.part.view(config.experts, -1).t().flatten())
+            parts = z.view(members, count, self.tokens, config.experts, self.width)
+            out = self._blocks(part for own in parts.unbind(0) for part in own.unbind(2))
         else:
-            out = self._blocks(z.repeat_interleave(config.experts, dim=0) if config.experts > 1 else z)
+            out = self._blocks(own for own in z.unbind(0) for _ in range(config.experts))
         if config.experts > 1:
             out = out.view(members, config.experts, count, *out.shape[2:]).transpose(1, 2)
             out = out.reshape(members, count, config.tokens_out, self.width)
@@ -162,18 +168,24 @@ class InteractionArm(nn.Module):
         own = z[member]
         return own if self.config.partition == "all" else own.index_select(1, self.part.view(-1, self.tokens)[expert])
 
-    def _blocks(self, z: Tensor) -> Tensor:
-        """Each of G blocks on its own tokens: ``z [G, N, p, D]`` to ``[G, N, n_F + n_L, D]``."""
+    def _blocks(self, parts: Iterable[Tensor]) -> Tensor:
+        """Each of G blocks on its own tokens, G times ``[N, p, D]``: ``[G, N, n_F + n_L, D]``."""
         config = self.config
+        z = list(parts)
         if self.scale is not None:
-            z = z * self.scale
-        groups, count, tokens, width = z.shape
-        columns = z.transpose(2, 3).reshape(groups, count * width, tokens)
+            z = [own * factor for own, factor in zip(z, self.scale, strict=True)]
         sizes = [config.linear_tokens, config.block_tokens + config.linear_tokens]
-        mixed = self.compression(columns).view(groups, count, width, sum(sizes)).transpose(2, 3)
-        linear, residual = mixed.split(sizes, dim=2)
-        out = torch.cat([self.block(z, columns), linear], dim=2) + residual
+        outs = []
+        for block, own, weight in zip(self.block(z), z, self.compression.weight, strict=True):
+            linear, residual = _over_tokens(weight, own).split(sizes, dim=1)
+            outs.append(torch.cat([block, linear.to(block.dtype)], dim=1) + residual)
+        out = torch.stack(outs)
         return out if self.norm is None else self.norm(out)
+
+
+def _over_tokens(weight: Tensor, z: Tensor) -> Tensor:
+    """``weight [n, o]`` transposed, times ``z [N, n, D]``: ``[N, o, D]``."""
+    return torch.bmm(weight.t().to(z.dtype).expand(z.shape[0], -1, -1), z)
 
 
 def partition(tokens: int, experts: int) -> Tensor:
@@ -199,36 +211,48 @@ class _FactorizationMachine(nn.Module):
         inputs = config.hidden[-1] if config.hidden else tokens * self.rank
         self.out = GroupedLinear(groups, inputs, config.block_tokens * width, bias=bias)
 
-    def forward(self, z: Tensor, columns: Tensor) -> Tensor:
-        """Tokens ``z [G, N, n, D]`` and the same as ``columns [G, N * D, n]`` to ``[G, N, n_F, D]``."""
-        groups, count, tokens, width = z.shape
-        zty = (columns if self.y is None else self.y(columns)).view(groups * count, width, self.rank)
-        pairs = torch.bmm(z.reshape(groups * count, tokens, width), zty)
-        hidden = self.mlp(self.norm(pairs.view(groups, count, tokens * self.rank)))
-        return self.out(hidden).view(groups, count, self.tokens_out, width)
+    def forward(self, z: Sequence[Tensor]) -> Tensor:
+        """G times tokens ``[N, n, D]`` to ``[G, N, n_F, D]``."""
+        count, _, width = z[0].shape
+        pairs = torch.stack([self._pairs(own, block).flatten(1) for block, own in enumerate(z)])
+        return self.out(self.mlp(self.norm(pairs))).view(len(z), count, self.tokens_out, width)
+
+    def _pairs(self, z: Tensor, block: int) -> Tensor:
+        """``Z Z^T Y`` of one block, ``[N, n, k]``."""
+        if self.y is None:
+            return torch.bmm(z, z.transpose(1, 2))
+        if isinstance(self.y, _AttentiveCompression):
+            y = self.y(z, block).to(z.dtype)
+        else:
+            y = self.y.weight[block].to(z.dtype).expand(z.shape[0], -1, -1)
+        if products_first(z.shape[1], z.shape[2], self.rank):
+            return torch.bmm(torch.bmm(z, z.transpose(1, 2)), y)
+        return torch.bmm(z, torch.bmm(z.transpose(1, 2), y))
+
+
+def products_first(tokens: int, width: int, rank: int) -> bool:
+    """Whether ``(Z Z^T) Y`` takes fewer operations than ``Z (Z^T Y)``."""
+    return tokens * (width + rank) < 2 * width * rank
 
 
 class _AttentiveCompression(nn.Module):
-    """``Z^T Y`` with ``Y = MLP(C Z)`` of each row; the last bias, which is always there, is the learned Y."""
+    """``Y = MLP(C Z)`` of each row; the last bias, which is always there, is the learned Y."""
 
     def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
         super().__init__()
-        self.width, self.rank, self.few = width, config.fm_rank, config.attentive_tokens
+        self.shape = (tokens, config.fm_rank)
         self.compress = GroupedLinear(groups, tokens, config.attentive_tokens, bias=False)
         self.hidden = GroupedLinear(groups, config.attentive_tokens * width, config.attentive_hidden, bias=bias)
         self.out = GroupedLinear(groups, config.attentive_hidden, tokens * config.fm_rank, bias=False)
         self.learned = nn.Parameter(torch.randn(groups, 1, tokens * config.fm_rank) * tokens**-0.5)
 
-    def forward(self, columns: Tensor) -> Tensor:
-        """``columns [G, N * D, n]`` to ``[G, N * D, k]``."""
-        groups, rows, tokens = columns.shape
-        count = rows // self.width
-        few = self.compress(columns).view(groups, count, self.few * self.width)
-        y = self.out(F.silu(self.hidden(few))) + self.learned
-        columns = columns.reshape(groups * count, self.width, tokens)
-        return torch.bmm(columns, y.to(columns.dtype).view(groups * count, tokens, self.rank)).view(
-            groups, rows, self.rank
-        )
+    def forward(self, z: Tensor, block: int) -> Tensor:
+        """Y of one block from its tokens ``[N, n, D]``: ``[N, n, k]``."""
+        few = _over_tokens(self.compress.weight[block], z).transpose(1, 2).flatten(1)
+        bias = None if self.hidden.bias is None else self.hidden.bias[block, 0]
+        hidden = F.silu(F.linear(few, self.hidden.weight[block].t(), bias))
+        y = F.linear(hidden, self.out.weight[block].t()) + self.learned[block]
+        return y.view(-1, *self.shape)
 
 
 class _Cross(nn.Module):
@@ -247,10 +271,10 @@ class _Cross(nn.Module):
         outputs = config.block_tokens * width
         self.out = GroupedLinear(groups, inputs + (config.hidden[-1] if config.hidden else 0), outputs, bias=bias)
 
-    def forward(self, z: Tensor, columns: Tensor) -> Tensor:
-        """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``."""
-        groups, count, _, width = z.shape
-        first = z.flatten(2)
+    def forward(self, z: Sequence[Tensor]) -> Tensor:
+        """G times tokens ``[N, n, D]`` to ``[G, N, n_F, D]``."""
+        first = _flat(z)
+        (groups, count), width = first.shape[:2], z[0].shape[2]
         x = first
         for down, up in zip(self.down, self.up, strict=True):
             x = torch.addcmul(x, first, up(down(x)).to(x.dtype))
@@ -266,10 +290,10 @@ class _Network(nn.Module):
         self.mlp = GroupedMLP(groups, tokens * width, config.hidden, config.dropout, bias=bias)
         self.out = GroupedLinear(groups, config.hidden[-1], config.block_tokens * width, bias=bias)
 
-    def forward(self, z: Tensor, columns: Tensor) -> Tensor:
-        """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``."""
-        groups, count, _, width = z.shape
-        return self.out(self.mlp(z.flatten(2))).view(groups, count, self.tokens_out, width)
+    def forward(self, z: Sequence[Tensor]) -> Tensor:
+        """G times tokens ``[N, n, D]`` to ``[G, N, n_F, D]``."""
+        count, _, width = z[0].shape
+        return self.out(self.mlp(_flat(z))).view(len(z), count, self.tokens_out, width)
 
 
 class _Mix(nn.Module):
@@ -277,10 +301,15 @@ class _Mix(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({name: _BLOCKS[name](config, tokens, width, groups, bias) for name in config.mix})
 
-    def forward(self, z: Tensor, columns: Tensor) -> Tensor:
-        """Tokens ``z [G, N, n, D]`` to ``[G, N, n_F, D]``, the sum of the blocks, of the spread of one."""
-        outs = [block(z, columns) for block in self.blocks.values()]
+    def forward(self, z: Sequence[Tensor]) -> Tensor:
+        """G times tokens ``[N, n, D]`` to ``[G, N, n_F, D]``, the sum of the blocks, of the spread of one."""
+        outs = [block(z) for block in self.blocks.values()]
         return torch.stack(outs).sum(0) * len(outs) ** -0.5
+
+
+def _flat(z: Sequence[Tensor]) -> Tensor:
+    """``[G, N, n * D]``; no copy for a single block."""
+    return z[0].flatten(1).unsqueeze(0) if len(z) == 1 else torch.stack([own.flatten(1) for own in z])
 
 
 _BLOCKS: dict[str, type[nn.Module]] = {

@@ -76,7 +76,7 @@ class _HistoryAttention(nn.Module):
             q, k = self.qk_norm(q, k)
         if self.rotary is not None:
             # A CLS token stands right behind the latest event, at the time of the request.
-            place = events.offsets.diff().index_select(0, request).repeat_interleave(tokens, output_size=count * tokens)
+            place = events.offsets.diff().index_select(0, request)[:, None].expand(-1, tokens).reshape(-1)
             q = self.rotary.at(place, torch.zeros_like(place, dtype=torch.float32)).rotate(q)
             k = self.rotary.of_events(events).rotate(k)
         q_offsets = torch.arange(count + 1, device=cls.device) * tokens

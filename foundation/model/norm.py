@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels.norms import layer_norm
 
+WIDEST = 8192
+"""Wider rows are more than the GPU kernels of ``kernels.norms`` take; PyTorch's are then faster than the reference."""
+
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dim, several times faster on a GPU; float32 under autocast, as there."""
+    """``nn.LayerNorm`` over the last dim, several times faster on a GPU; see ``normalise`` for autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises each row of ``[..., D]``."""
         return normalise(input, self.weight, self.bias, self.eps)
 
 
-def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """Layer norm over the last dim of ``x``; float32 under autocast, otherwise of the dtype of x."""
-    wide = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return layer_norm(x, weight, bias, eps=eps, dtype=torch.float32 if wide else None)
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """Layer norm over the last dim of ``x``, of the dtype of x, or under autocast of autocast's.
+
+    Sums are made in float32 either way. PyTorch's own gives float32 under autocast, which every matrix product behind
+    it then reads, rounds and writes once more.
+    """
+    dtype = autocast_dtype(x)
+    if not x.is_cuda or x.shape[-1] <= WIDEST:
+        return layer_norm(x, weight, bias, eps=eps, dtype=dtype)
+    own = dtype or x.dtype
+    weight, bias = (None if t is None else t.to(own) for t in (weight, bias))
+    with torch.autocast(x.device.type, enabled=False):
+        return F.layer_norm(x.to(own), x.shape[-1:], weight, bias, eps)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast makes matrix products of ``x``; None where it does not."""
+    device = x.device.type
+    wide = x.dtype == torch.float64 or not torch.is_autocast_enabled(device)
+    return None if wide else torch.get_autocast_dtype(device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from foundation.model.rotary import Rotary
 from kernels.block_attention import block_attention
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.jagged_attention import jagged_attention
+from kernels.norms import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,5 +185,16 @@ class QKNorm(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., d]`` each."""
-        shape = self.query.weight.shape
-        return F.rms_norm(q, shape, self.query.weight.to(q.dtype)), F.rms_norm(k, shape, self.key.weight.to(k.dtype))
+        return _rms(q, self.query.weight), _rms(k, self.key.weight)
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    """Norm of each ``[..., d]``, of the dtype of x, with sums in float32 or wider."""
+    wide_type = torch.promote_types(x.dtype, torch.float32)
+    eps = torch.finfo(wide_type).eps
+    if not torch.compiler.is_compiling():
+        return rms_norm(x, weight, eps=eps)
+    # Written out, a compiler makes one pass of it and the rotation behind it.
+    wide = x.to(wide_type)
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).to(x.dtype)

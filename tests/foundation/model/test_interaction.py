@@ -79,8 +79,7 @@ def test_rank_0_is_the_whole_matrix_of_products() -> None:
     z = torch.cat([x[0], s], dim=1)
     flat = F.layer_norm((z @ z.transpose(1, 2)).flatten(1), ((TOKENS + SUMMARIES) ** 2,))
     fm = flat @ arm.block.out.weight[0] + arm.block.out.bias[0, 0]
-    columns = z.transpose(1, 2).reshape(1, COUNT * WIDTH, -1)
-    torch.testing.assert_close(arm.block(z[None], columns)[0], fm.view(COUNT, 3, WIDTH))
+    torch.testing.assert_close(arm.block([z])[0], fm.view(COUNT, 3, WIDTH))
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(6, 2), (7, 3), (2, 4), (5, 1)])
@@ -117,10 +116,9 @@ def test_an_expert_sees_its_part_only(members: int) -> None:
 
 def test_dhen_sums_its_blocks() -> None:
     arm, (x, s) = build(block="dhen", mix=("fm", "mlp"), hidden=(7,)), inputs()
-    z = torch.cat([x, s[None]], dim=2)
-    columns = z.transpose(2, 3).reshape(1, COUNT * WIDTH, -1)
-    want = sum(arm.block.blocks[name](z, columns) for name in ("fm", "mlp")) / 2**0.5
-    torch.testing.assert_close(arm.block(z, columns), want)
+    z = list(torch.cat([x, s[None]], dim=2))
+    want = sum(arm.block.blocks[name](z) for name in ("fm", "mlp")) / 2**0.5
+    torch.testing.assert_close(arm.block(z), want)
 
 
 def test_tokens_can_be_normalised_on_the_way_in() -> None:
