@@ -201,7 +201,7 @@ class _FactorizationMachine(nn.Module):
     def __init__(self, config: InteractionConfig, tokens: int, width: int, groups: int, bias: bool) -> None:
         super().__init__()
         self.rank, self.tokens_out = config.fm_rank or tokens, config.block_tokens
-        self.y: nn.Module | None = None
+        self.y: _AttentiveCompression | GroupedLinear | None = None
         if config.compression == "attentive":
             self.y = _AttentiveCompression(config, tokens, width, groups, bias)
         elif config.fm_rank:
