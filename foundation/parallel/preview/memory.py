@@ -15,6 +15,7 @@ from foundation.parallel.preview.meter import COPIES
 from foundation.parallel.preview.rehearsal import Rehearsal
 from foundation.parallel.topology import Layout
 from foundation.training.ema import EMAConfig
+from foundation.training.launch import Precision
 
 FLOAT = 4
 """Weights, gradients, optimizer states, averages and tables are float32."""
@@ -52,13 +53,19 @@ def memory_of(
     tables: Sequence[TableSize],
     owner: dict[str, int | None],
     ema: EMAConfig,
+    precision: Precision,
     reserve: float,
 ) -> Memory:
     """Adds up a GPU's memory.
 
     Tables, AdaGrad's sums (one number per row), dense weights, AdamW's two moments and averages are there all the time.
     Gradients and activations come and go: the fullest moment counts. DDP keeps gradients in buckets from step to step;
-    FSDP holds its unsharded root, and two layers at a time, one running, one on its way, each with its gradient.
+    FSDP holds its unsharded root and two layers, one running, one on its way, and gradients of one layer and the root
+    as they were computed and as they are reduced, in float32.
+
+    Args:
+        precision: bf16 makes FSDP gather in bfloat16, which products then need no copies of.
+        reserve: bytes outside of the allocator.
     """
     ranks = layout.table_shard
     width, shard = layout.shard * layout.expert, layout.shard
@@ -78,7 +85,7 @@ def memory_of(
     }
     if ema.decay:
         terms["averages"] = weights + (float(held[fullest]) if ema.tables else 0.0)
-    terms |= _moment(rehearsal, layout)
+    terms |= _moment(rehearsal, layout, gathered_bytes(precision))
     terms["batches"] = float(BATCHES * rehearsal.batch)
     terms["cuBLAS workspaces"] = float(WORKSPACES)
     allocated = sum(terms.values())
@@ -92,27 +99,29 @@ def memory_of(
     )
 
 
-def _moment(rehearsal: Rehearsal, layout: Layout) -> dict[str, float]:
+def gathered_bytes(precision: Precision) -> int:
+    """Bytes of a parameter as FSDP gathers it."""
+    return 2 if precision == "bf16" else FLOAT
+
+
+def _moment(rehearsal: Rehearsal, layout: Layout, gathered: int) -> dict[str, float]:
     """Gradients, activations and what FSDP gathers, at the moment when they are most together."""
     width = layout.shard * layout.expert
     cut = width > 1
     best: dict[str, float] = {}
-    in_layers = max(
-        (FLOAT * (rest + (blocks if layout.shard > 1 else 0)) for rest, blocks in rehearsal.layers), default=0
-    )
-    root = FLOAT * (rehearsal.rest - sum(rest for rest, _ in rehearsal.layers))
+    layer = max((rest + (blocks if layout.shard > 1 else 0) for rest, blocks in rehearsal.layers), default=0)
+    root = rehearsal.rest - sum(rest for rest, _ in rehearsal.layers)
     for (rest, blocks), other in rehearsal.frontier.items():
         gradients = rest / width + blocks / layout.shard
         if not cut and layout.world > 1:
             gradients = float(FLOAT * (rehearsal.rest + rehearsal.blocks))
-        now = {
-            "gradients": gradients,
-            "activations": float(other - min(other, rehearsal.kept.get(COPIES, 0))),
-            COPIES: float(min(other, rehearsal.kept.get(COPIES, 0))),
-        }
+        copies = min(other, rehearsal.kept.get(COPIES, 0))
+        now = {"gradients": gradients, "activations": float(other - copies)}
         if cut:
-            now["gathered by FSDP"] = float(root + 2 * in_layers)
-            now["gradients on their way"] = float(root + 2 * in_layers) if rest or blocks else 0.0
+            now["gathered by FSDP"] = float(gathered * (root + 2 * layer))
+            now["gradients on their way"] = float((gathered + FLOAT) * (root + layer)) if rest or blocks else 0.0
+        if not (cut and gathered < FLOAT):
+            now[COPIES] = float(copies)
         if sum(now.values()) > sum(best.values()):
             best = now
     return best

@@ -70,6 +70,11 @@ class Meter(TorchDispatchMode):
                 handle = parameter.register_post_accumulate_grad_hook(self._gradient_hook(number))
                 self._hooks.append(handle.remove)
 
+    @property
+    def other(self) -> int:
+        """Bytes held now but for gradients of weights."""
+        return self._other
+
     def held(self) -> dict[str, int]:
         """Bytes held now, by the region that made them; gradients of weights left out."""
         by_region: Counter[str] = Counter()

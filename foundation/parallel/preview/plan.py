@@ -142,10 +142,10 @@ def work_out(config: PlanConfig) -> Plan:
 
     tables = _table_sizes(config, schema, rows)
     owner = place_tables(tables, config.sparse.row_wise_from, groups.table_shard)
-    held = memory_of(rehearsal, groups, tables, owner, config.ema, config.reserve_gb * 1e9)
+    held = memory_of(rehearsal, groups, tables, owner, config.ema, config.precision, config.reserve_gb * 1e9)
     tokens = requests.tokens(schema, groups.world, config.reader.batch_size).sum(1)
     imbalance = float(tokens.max() / tokens.mean()) if tokens.any() else 1.0
-    collectives = traffic_of(rehearsal, groups, tables, owner, config.shares.links)
+    collectives = traffic_of(rehearsal, groups, tables, owner, config.parallel, config.precision, config.shares.links)
     time = step_time(rehearsal, groups, collectives, peak, memory, config.shares, imbalance)
     return Plan(
         layout=groups,
@@ -153,6 +153,7 @@ def work_out(config: PlanConfig) -> Plan:
         memory=held,
         capacity=memory.bytes,
         kept=dict(rehearsal.kept),
+        trail=rehearsal.trail,
         again=tuple(sorted(again)),
         tables=tuple(
             PlacedTable(name=t.name, rows=t.rows, dim=t.dim, rank=owner[t.name], bytes=4 * t.rows * (t.dim + 1))

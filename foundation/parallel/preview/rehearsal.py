@@ -64,6 +64,7 @@ class Rehearsal:
     Args:
         kept: bytes alive at the end of the forward pass by the module that made them; copies of weights in the
             precision of products have a name of their own.
+        trail: bytes held when the forward pass of a module ended, in the order in which they do.
         frontier: by bytes of gradients of (other weights, weights of blocks), the most bytes of everything else.
         operators: kernels queued by forward and backward pass.
         moved: bytes that they read and write.
@@ -77,6 +78,7 @@ class Rehearsal:
     """
 
     kept: Mapping[str, int]
+    trail: tuple[tuple[str, int], ...]
     frontier: Mapping[tuple[int, ...], int]
     operators: int
     moved: int
@@ -136,7 +138,8 @@ def rehearse(
         inputs = [t for t in _tensors_of(fake) if isinstance(t, Tensor)]
         known = [*inputs, *model.buffers(), *(p for p in rest if p.requires_grad)]
         with Meter([rest, blocks], known) as meter:
-            handles = _name_regions(model, meter)
+            trail: list[tuple[str, int]] = []
+            handles = _name_regions(model, meter, trail)
             bf16 = precision == "bf16"
             with torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext():
                 output = model(fake)
@@ -150,6 +153,7 @@ def rehearse(
         del mode
     return Rehearsal(
         kept=kept,
+        trail=tuple(trail),
         frontier=meter.frontier,
         operators=sum(meter.operators.values()),
         moved=sum(meter.moved.values()),
@@ -301,21 +305,26 @@ def _fake_keyed(keyed: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def _name_regions(model: GEM, meter: Meter) -> list[Callable[[], None]]:
-    """Makes the meter know whose forward pass runs; returns what undoes it."""
+def parts_of(model: GEM) -> dict[str, nn.Module]:
+    """The modules by which memory is told apart: lookups, arms of layers, and what lies beside the layers."""
     named: dict[str, nn.Module] = {LOOKUPS: model.embeddings}
     named |= {name: module for name, module in model.named_children() if name not in ("embeddings", "layers")}
-    named |= regions(model)
+    return named | regions(model)
+
+
+def _name_regions(model: GEM, meter: Meter, trail: list[tuple[str, int]]) -> list[Callable[[], None]]:
+    """Makes the meter know whose forward pass runs; returns what undoes it."""
     removals: list[Callable[[], None]] = []
-    for name, module in named.items():
+    for name, module in parts_of(model).items():
         before: list[str] = []
 
         def enter(_: nn.Module, __: Any, name: str = name, before: list[str] = before) -> None:
             before.append(meter.region)
             meter.region = name
 
-        def leave(_: nn.Module, __: Any, ___: Any, before: list[str] = before) -> None:
+        def leave(_: nn.Module, __: Any, ___: Any, name: str = name, before: list[str] = before) -> None:
             meter.region = before.pop()
+            trail.append((name, meter.other))
 
         removals += [module.register_forward_pre_hook(enter).remove, module.register_forward_hook(leave).remove]
     return removals

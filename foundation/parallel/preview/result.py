@@ -32,6 +32,7 @@ class Plan:
         memory: of the fullest GPU.
         capacity: bytes of a GPU.
         kept: bytes of activations at the end of the forward pass, by module.
+        trail: bytes of activations when the forward pass of a module ended, in order.
         again: modules that compute their activations again.
         tables: each once, largest first.
         table_imbalance: bytes of the fullest rank over the mean.
@@ -48,6 +49,7 @@ class Plan:
     memory: Memory
     capacity: float
     kept: dict[str, int]
+    trail: tuple[tuple[str, int], ...]
     again: tuple[str, ...]
     tables: tuple[PlacedTable, ...]
     table_imbalance: float

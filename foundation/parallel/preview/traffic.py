@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foundation.parallel.placement import TableSize, rows_of_ranks
-from foundation.parallel.preview.memory import FLOAT
+from foundation.parallel.preview.memory import FLOAT, gathered_bytes
 from foundation.parallel.preview.rehearsal import Lookup, Rehearsal
-from foundation.parallel.topology import Layout, Link, Topology
+from foundation.parallel.topology import Layout, Link, ParallelConfig, Topology
+from foundation.parallel.wire import row_bytes, row_length
+from foundation.training.launch import Precision
 
 ID = 8
 """Bytes of an id on its way to the rank that holds its row."""
@@ -44,11 +46,15 @@ def traffic_of(
     layout: Layout,
     tables: Sequence[TableSize],
     owner: Mapping[str, int | None],
+    config: ParallelConfig,
+    precision: Precision,
     links_share: float,
 ) -> list[Collective]:
     """The collectives of a step of the fullest rank, those of one rank only left out.
 
     Args:
+        config: whether ids travel early, and how rows travel.
+        precision: what FSDP gathers parameters in.
         links_share: part of a link's speed that collectives reach.
     """
     topology = layout.topology
@@ -71,15 +77,16 @@ def traffic_of(
     width = layout.shard * layout.expert
     whole = FLOAT * float(rehearsal.rest)
     blocks = FLOAT * float(rehearsal.blocks)
-    layers = FLOAT * float(sum(rest for rest, _ in rehearsal.layers))
+    # Layers are gathered for the forward and again for the backward pass, what lies outside of them once.
+    twice = gathered_bytes(precision) * float(rehearsal.rest + sum(rest for rest, _ in rehearsal.layers))
+    twice_blocks = 2.0 * gathered_bytes(precision) * rehearsal.blocks
     column = [row[0] for row in dense]
     same_blocks = experts[0][0] if layout.expert > 1 else []
     block_copies = [row[0] for row in experts[0]] if layout.expert > 1 else []
     if width > 1:
-        # Layers are gathered for the forward and again for the backward pass, what lies outside of them once.
-        add("gather parameters", dense[0], ring(dense[0], whole + layers), False)
+        add("gather parameters", dense[0], ring(dense[0], twice), False)
         add("reduce-scatter gradients", dense[0], ring(dense[0], whole), False)
-        add("gather parameters of blocks", same_blocks, ring(same_blocks, 2 * blocks), False)
+        add("gather parameters of blocks", same_blocks, ring(same_blocks, twice_blocks), False)
         add("reduce-scatter gradients of blocks", same_blocks, ring(same_blocks, blocks), False)
     add("all-reduce gradients", column, ring(column, 2 * whole / width), False)
     add("all-reduce gradients of blocks", block_copies, ring(block_copies, 2 * blocks / layout.shard), False)
@@ -94,10 +101,12 @@ def traffic_of(
     asked = {t.name: rehearsal.lookups[t.name.rsplit(".", 1)[-1]] for t in tables}
     # Tables of single rows are asked for each id of a batch once; bags for all.
     sent_ids = sum(look.ids if look.pooled else look.unique for look in asked.values())
-    add("ids to tables", group, exchange(group, float(ID * sent_ids)), True)
-    add("rows from tables", group, exchange(group, FLOAT * _answered(asked, owner, layout.table_shard)), True)
-    back = sum(look.dim * _returned(look, owner[name], layout.table_shard) for name, look in asked.items())
-    add("gradients of rows", group, exchange(group, FLOAT * float(back)), True)
+    add("ids to tables", group, exchange(group, float(ID * sent_ids)), not config.overlap)
+    length = row_length(t.dim for t in tables) if config.sparse.wire == "fp8" else 1
+    row = {t.name: row_bytes(config.sparse.wire, t.dim, length) for t in tables}
+    add("rows from tables", group, exchange(group, _answered(asked, owner, row, layout.table_shard)), True)
+    back = sum(row[name] * _returned(look, owner[name], layout.table_shard) for name, look in asked.items())
+    add("gradients of rows", group, exchange(group, float(back)), True)
     held = sum(float(rows_of_ranks(t, owner[t.name], layout.table_shard).max()) * (t.dim + 1) for t in tables)
     replicas = [row[0] for row in groups]
     add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held), True)
@@ -112,13 +121,15 @@ def _returned(look: Lookup, owner: int | None, ranks: int) -> int:
     return look.unique if not look.pooled else look.pooled * (ranks if owner is None else 1)
 
 
-def _answered(asked: Mapping[str, Lookup], owner: Mapping[str, int | None], ranks: int) -> float:
-    """Numbers that the busiest rank sends as rows: its share of tables that are cut, all of those that it has whole."""
+def _answered(
+    asked: Mapping[str, Lookup], owner: Mapping[str, int | None], row: Mapping[str, int], ranks: int
+) -> float:
+    """Bytes that the busiest rank sends as rows: its share of tables that are cut, all of those that it has whole."""
     even = 0
     whole: Counter[int] = Counter()
     for name, look in asked.items():
         rank = owner[name]
-        numbers = look.dim * _returned(look, rank, ranks)
+        numbers = row[name] * _returned(look, rank, ranks)
         if rank is None:
             even += numbers
         else:
