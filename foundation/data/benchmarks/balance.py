@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 dataset = write(Path(folder) / "data", config, ranks * 8 * config.batch_size)
                 found = [read(dataset, config, ranks, balance) for balance in ("none", "request")]  # type: ignore[arg-type]
-                _row(ranks, 65536, "read", *found)
+                _row(ranks, 8 * config.batch_size, "read", *found)
 
 
 def _row(ranks: int, window: int, how: str, before: Imbalance, after: Imbalance) -> None:
