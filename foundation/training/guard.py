@@ -33,7 +33,7 @@ class TableGuard:
         self._usable = usable
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for rows in _tensors(output):
+        for rows in tensors_of(output):
             if rows.requires_grad:
                 rows.register_hook(self._gate)
 
@@ -41,9 +41,10 @@ class TableGuard:
         return gradient if self._usable is None else torch.where(self._usable, gradient, 0.0)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors of a value that may hold them in dicts and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+            yield from tensors_of(part)

@@ -17,12 +17,13 @@ from lightning.fabric import Fabric
 from foundation.data.batch import Batch
 from foundation.data.logs import LogReader
 from foundation.data.progress import progress as progress_bar
+from foundation.training.bundle import FailedStep, write_bundle
 from foundation.training.checkpoint_writer import CheckpointConfig, CheckpointWriter
 from foundation.training.evaluate import EvaluationConfig, evaluate
 from foundation.training.guard import TableGuard
 from foundation.training.ledger import Ledger
 from foundation.training.metrics import LARGER_IS_BETTER, Results, pick
-from foundation.training.nonfinite import culprits
+from foundation.training.nonfinite import culprits_of_all
 from foundation.training.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, OTHER
 from foundation.training.pipeline import Delivered, device_batches
 from foundation.training.rng import rng_state, untouched_rng
@@ -68,17 +69,18 @@ class _Outcome:
     batch: Batch
     values: torch.Tensor
     arrived: torch.cuda.Event | None
+    rng: dict[str, Any] | None  # before the step, where the run may end with it
 
     @staticmethod
-    def send(step: int, batch: Batch, values: list[torch.Tensor]) -> _Outcome:
+    def send(step: int, batch: Batch, values: list[torch.Tensor], rng: dict[str, Any] | None) -> _Outcome:
         """Starts the copy of the scalars to the host."""
         stacked = torch.stack([value.detach().to(torch.float64) for value in values])
         if not stacked.is_cuda:
-            return _Outcome(step, batch, stacked, None)
+            return _Outcome(step, batch, stacked, None, rng)
         arrived = torch.cuda.Event()
         here = stacked.to("cpu", non_blocking=True)
         arrived.record()
-        return _Outcome(step, batch, here, arrived)
+        return _Outcome(step, batch, here, arrived, rng)
 
     def read(self) -> list[float]:
         """The scalars, once they are there."""
@@ -222,6 +224,8 @@ class Loop:
     def _queue(self, delivered: Delivered) -> None:
         """On CUDA the host only queues a step: one that is not usable is left out by the device."""
         state, progress, batch = self.state, self.state.progress, delivered.batch
+        may_end = progress.skipped_in_a_row + self._run_ahead + 1 >= self.config.max_skipped
+        rng = (self._rng_before or rng_state(self.fabric.device)) if may_end else None
         factor = rate_factor(self.config.schedule, progress.step, self.config.steps)
         state.rates.scale(factor)  # before backward, where the tables are updated
         state.dense.scale(factor)
@@ -250,7 +254,7 @@ class Loop:
             if state.ema and (self._run_ahead or taken):
                 state.ema.update(progress.step - progress.skipped)
         self._window.queued(losses.per_task, batch, taken, delivered)
-        self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions]))
+        self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions], rng))
 
     def _start(self, following: Batch | None) -> None:
         """Sends out the ids of the next batch, which is not trained on yet: a checkpoint knows nothing of it."""
@@ -272,21 +276,42 @@ class Loop:
                 progress.skipped_in_a_row = 0
                 self._window.done(loss, norm, int(impressions))
             else:
-                self._skipped("gradients are" if usable else "loss is", outcome)
+                self._skipped("gradients are" if usable else "loss is", outcome, loss)
 
-    def _skipped(self, what: str, outcome: _Outcome) -> None:
+    def _skipped(self, what: str, outcome: _Outcome, loss: float) -> None:
         progress = self.state.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
-        found = culprits(outcome.batch, self.reader.dataset.schema, self.state.model)
+        found = culprits_of_all(outcome.batch, self.reader.dataset.schema, self.state.model)
         text = f"the {what} not finite, the step is skipped; not finite: {found}"
         self.log.note("skipped", outcome.step, text)
         if progress.skipped_in_a_row >= self.config.max_skipped:
+            kept = self._bundle(f"the {what} not finite", found, outcome, loss)
             raise TrainingError(
                 f"step {outcome.step}: {progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
                 f"finite (max_skipped); in the last one, not finite: {found}. Check these columns with `opengem "
-                "doctor`, or lower dense.lr and sparse.lr"
+                f"doctor`, or lower dense.lr and sparse.lr. {kept}"
             )
+
+    def _bundle(self, reason: str, found: str, outcome: _Outcome, loss: float) -> str:
+        """Leaves what is needed to do the step again; a collective call. Returns how, or why that is not possible."""
+        assert outcome.rng is not None
+        later = self.state.progress.step - outcome.step
+        failed = FailedStep(
+            step=outcome.step,
+            reason=reason,
+            found=found,
+            loss=loss,
+            batch=outcome.batch,
+            rng=outcome.rng,
+            later=later,
+        )
+        try:
+            run = self.checkpoints.parent
+            folder = write_bundle(run, failed, self.state, self.manifest, self.reader.dataset)
+        except (OSError, ValueError) as error:
+            return f"The step could not be kept: {error}"
+        return f"To do the step again: python -m foundation.training.reproduce --bundle {folder}"
 
     def _log_numbers(self) -> None:
         self._settle()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from foundation.data.batch import Batch
@@ -13,6 +15,7 @@ from foundation.parallel.pieces import local_shards
 from foundation.parallel.tables import model_tensors
 
 _MOST = 5
+NOTHING = "nothing in the batch or the weights"
 
 
 def culprits(batch: Batch, schema: Schema, model: nn.Module) -> str:
@@ -24,7 +27,7 @@ def culprits(batch: Batch, schema: Schema, model: nn.Module) -> str:
         model: its `state_dict` is searched where no column is at fault.
 
     Returns:
-        Text for a message; "nothing in the batch or the weights" when all is finite.
+        Text for a message; `NOTHING` when all is finite.
     """
     columns = list(_columns(batch, schema))
     if columns:
@@ -36,7 +39,22 @@ def culprits(batch: Batch, schema: Schema, model: nn.Module) -> str:
     ]
     if weights:
         return f"weight {', '.join(weights[:_MOST])}{_more(weights)}"
-    return "nothing in the batch or the weights"
+    return NOTHING
+
+
+def culprits_of_all(batch: Batch, schema: Schema, model: nn.Module) -> str:
+    """`culprits` of every rank's batch and weights, with their ranks where there are several; a collective call."""
+    own = culprits(batch, schema, model)
+    if dist.get_world_size() == 1:
+        return own
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(everyone):
+        if found != NOTHING:
+            ranks.setdefault(found, []).append(rank)
+    texts = [f"{found} on rank {', '.join(map(str, at[:_MOST]))}{_more(at)}" for found, at in ranks.items()]
+    return "; ".join(texts[:_MOST]) + _more(texts) if texts else NOTHING
 
 
 def _columns(batch: Batch, schema: Schema) -> Iterator[str]:
@@ -65,5 +83,5 @@ def _width(feature: Feature) -> int:
     return feature.dim if feature.kind == "embedding" else 1
 
 
-def _more(names: list[str]) -> str:
+def _more(names: Sequence[Any]) -> str:
     return f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
