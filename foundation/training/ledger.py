@@ -86,6 +86,7 @@ class Ledger:
         self._meter: EnergyMeter | None = None
         self._torch_device = torch.device("cpu")
         self._file: int | None = None
+        self._path: Path | None = None
         self._offset = self._length = 0
         self._furthest = 0
         self._before = dict.fromkeys(CLOCKED, 0.0)  # seconds by phase when the interval began
@@ -251,6 +252,7 @@ class Ledger:
 
     def _start_file(self, path: Path, facts: Mapping[str, Any]) -> None:
         self._offset = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0  # before a line that was cut off
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._file, self._offset)
         age = time.perf_counter() - self.clock.start
@@ -274,10 +276,19 @@ class Ledger:
         seconds = {name: round(value, 6) for name, value in self._since().items() if value > 0.0 and timed}
         text = json.dumps({**line, "at": round(time.time(), 6), "seconds": seconds})
         data = f"{text.ljust(self._length - 1)}\n".encode()  # spaces, where the line that it replaces was longer
-        os.pwrite(self._file, data, self._offset)
+        self._put(data)
         self._length = len(data)
         if whole:
             self._offset, self._length = self._offset + len(data), 0
+
+    def _put(self, data: bytes) -> None:
+        assert self._file is not None
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], self._offset + done)
+        except OSError as error:  # one of a write has no path
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def _gather(self, mine: list[float]) -> torch.Tensor:
         """`[ranks, values]` float64 on the host."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -108,6 +110,25 @@ def test_a_damaged_ledger_does_not_keep_a_run_from_going_on(tmp_path: Path) -> N
             ledger.close("finished")
             assert [line["kind"] for line in whole_lines(path)] == ["start", "end"] * (kept + 1)
     assert path.with_suffix(".damaged").read_bytes().endswith(b"more\n")
+
+
+def test_a_full_disk_names_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_rank():
+        ledger = Ledger()
+        ledger.open(tmp_path / "ledger.jsonl", torch.device("cpu"), {})
+        real, room = os.pwrite, [10]
+
+        def full(file: int, data: bytes, offset: int) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fits = min(room[0], len(data))
+            room[0] -= fits
+            return real(file, data[:fits], offset)
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*ledger\.jsonl'"):
+            ledger.step_done(1, tokens=1, flops=0.0)
+        assert [line["kind"] for line in whole_lines(tmp_path / "ledger.jsonl")] == ["start"]
 
 
 READER = ReaderConfig(batch_size=8, shuffle_window=64, workers=0)
