@@ -255,7 +255,7 @@ class _Sums:
         furthest = max((line["step"] for line in self.intervals), default=int(last["step"]))
         return Efficiency(
             run=str(self.run),
-            ended=ended[0] if ended else "no end was written: it runs, or it was killed",
+            ended=ended[0] if ended else "not yet: it runs, or it was killed",
             device=last["device"],
             precision=last["precision"],
             world=last["world"],

@@ -49,8 +49,8 @@ ADVICE = {
     COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: layers instead of dense",
     START_OTHER: "a longer run; the parts above say what was measured of start-up",
     DATA: "more reader.workers and reader.prefetch, a smaller reader.shuffle_window, files nearer to the ranks",
-    COMMUNICATION: "tables in replica groups inside of hosts (parallel.sparse.replicas), a larger batch, less sharding "
-    "of the dense part; a rank that is slow makes the others wait here",
+    COMMUNICATION: "parallel.overlap, a narrower parallel.sparse.wire, tables in replica groups inside of hosts "
+    "(parallel.sparse.replicas), a larger batch, less sharding of the dense part",
     CHECKPOINT: "a larger checkpoint.every, a faster disk, rarer evaluations that save a best checkpoint",
     EVALUATION: "a larger evaluation.every, evaluation.max_batches, a larger evaluation.batch_size",
     REPEATED: "a smaller checkpoint.every, and what made the run fail",
@@ -58,6 +58,8 @@ ADVICE = {
     DOWN: "fewer restarts: what made the run fail, and how long the launcher waits before it starts anew",
 }
 """What to try where a phase is a run's largest loss."""
+UNEVEN = 1.1
+"""Events of the heaviest rank over the mean from which on balancing is worth more than faster links."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +110,8 @@ def largest_loss(run: Efficiency) -> tuple[str, float, str]:
     advice = ADVICE[name]
     if name == COMMUNICATION and run.slow_rank is not None and (run.slow_share or 0) > 0.5:
         advice = f"rank {run.slow_rank} is slow, and the others wait for it: look at its data, its host and its device"
+    elif name == COMMUNICATION and (run.token_imbalance or 0) > UNEVEN:
+        advice = f"reader.balance: ranks wait for the one with most events, {run.token_imbalance:.2f} times the mean"
     return name, run.seconds[name], advice
 
 
@@ -224,7 +228,8 @@ def _page(runs: Sequence[Efficiency]) -> Page:
     page = Page("Where the time went", " and ".join(run.run for run in runs))
     for run, name in zip(runs, names, strict=True):
         _one(page, run, name if len(runs) > 1 else "")
-    page.section("Phases", "Shares are of the time in which the run held its machines.")
+    points = " Points: the second run's share less the first's." if len(runs) > 1 else ""
+    page.section("Phases", f"Shares are of the time in which the run held its machines.{points}")
     rows = [[name, *_cells(values, name)] for name, values in _shares(runs)]
     page.table(["phase", *_headings(runs)], rows)
     page.section("Figures", "What is not known says why.")
@@ -252,7 +257,7 @@ def _one(page: Page, run: Efficiency, name: str) -> None:
         [
             ("wall time", duration(run.wall)),
             *([("away", duration(run.seconds[AWAY]))] if run.seconds[AWAY] else []),
-            ("ended", run.ended),
+            ("ended", run.ended.split(":")[0]),
             ("devices", f"{run.world} x {run.device}, {run.precision}"),
             ("accelerator-hours", f"{run.accelerator_hours:,.3g}"),
             ("steps", f"{run.steps:,}" + (f", {run.repeated_steps:,} of them twice" if run.repeated_steps else "")),

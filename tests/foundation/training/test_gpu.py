@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from foundation.model.match import MatchConfig
+from foundation.training.efficiency import read_efficiency
 from foundation.training.loop import Loop
+from foundation.training.phases import COMPILE, COMPUTE, DATA, OPTIMIZER
 from foundation.training.train import train
 from tests.foundation.training import small_run
 from tests.foundation.training.test_train import break_loss
@@ -88,3 +90,15 @@ def test_compiled_layers_train_like_plain_ones(data: Path, tmp_path: Path, what:
     assert losses(tmp_path / "again") == pytest.approx(plain, rel=1e-4)
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "compiled"))
     assert losses(tmp_path / "compiled") == pytest.approx(plain, rel=0.05)  # dropout draws in another order
+
+
+def test_the_ledger_splits_steps_by_what_the_device_did(data: Path, tmp_path: Path) -> None:
+    model = replace(small_run.MODEL, match=MatchConfig(sequences=("watched",)))
+    out = tmp_path / "run"
+    train(small_run.config(data, out, model=model, device="cuda", log_every=5))
+    found = read_efficiency(out)
+    assert math.fsum(found.seconds.values()) == pytest.approx(found.wall, rel=0.01)
+    assert min(found.seconds[phase] for phase in (COMPILE, COMPUTE, OPTIMIZER, DATA)) > 0
+    assert found.device == torch.cuda.get_device_name()
+    assert found.joules is None or found.joules > 0
+    assert (found.joules is None) == ("joules" in found.unknown)

@@ -79,7 +79,7 @@ def test_every_second_is_accounted_for_over_a_kill(tmp_path: Path) -> None:
     )
     assert process.returncode == -signal.SIGKILL, process.stderr
     first = read_efficiency(config.out)
-    assert first.steps == 11 and first.ended.startswith("no end")
+    assert first.steps == 11 and first.ended.startswith("not yet")
     assert math.fsum(first.seconds.values()) == pytest.approx(first.wall, rel=0.01)
     start = whole_lines(config.out / "ledger.jsonl")[0]
     assert before - 0.05 <= start["started"] and start["at"] <= time.time()
@@ -98,17 +98,19 @@ def test_every_second_is_accounted_for_over_a_kill(tmp_path: Path) -> None:
     assert {path.name for path in config.out.glob("ledger.*")} == {"ledger.jsonl", "ledger.json", "ledger.html"}
 
 
-def test_a_damaged_ledger_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+def test_a_damaged_ledger_does_not_keep_a_run_from_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.jsonl"
     facts = {"world": 1, "step": 0, "samples": 0, "device": "CPU", "peak": None, "precision": "fp32", "metric": "x"}
     with one_rank():
         for text, kept in ((b'{"kind": "start"\nmore\n', 0), (None, 1), (b'{"kind": "inter', 2)):
             if text is not None:
                 path.write_bytes((path.read_bytes() if kept else b"") + text)
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(kept))
             ledger = Ledger()
             ledger.open(path, torch.device("cpu"), facts)
             ledger.close("finished")
             assert [line["kind"] for line in whole_lines(path)] == ["start", "end"] * (kept + 1)
+            assert [line["restarts"] for line in whole_lines(path)[::2]] == list(range(kept + 1))
     assert path.with_suffix(".damaged").read_bytes().endswith(b"more\n")
 
 
