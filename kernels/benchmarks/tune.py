@@ -118,6 +118,9 @@ def _backward_candidates(case: Case) -> list[Config]:
         config(64, 64, True, 2, 4),
         config(64, 64, False, 2, 4),
     ]
+    if case.width in (64, 128):
+        by_hand: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+        kv, query = [by_hand, *kv], [by_hand, *query]
     general = [{**x, "query": query[0]} for x in kv] + [{"query": x} for x in query[1:]]
     if not 0 < case.keys <= tuning.SHORT_BACKWARD:
         return general

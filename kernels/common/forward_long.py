@@ -31,97 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate
 from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
+from kernels.common.long_tiles import ROWS, SLOTS, schedule, told, zero_beyond
 
-ROWS = gl.constexpr(64)
-"""Query rows of a group; a tile has twice as many."""
-SLOTS = gl.constexpr(4)
-"""Places of tiles that are known ahead."""
 QUERIES = gl.constexpr(2)
 """Tiles of queries in shared memory."""
-
-
-@gluon.jit
-def _find(QO, B, tile, ROUNDS: gl.constexpr):
-    """``sequences.find_sequence`` for tiles of ``2 ROWS``, by one warp."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, layout=LANES)
-    low = tile * 0
-    span = B
-    for _ in gl.static_range(ROUNDS):
-        step = (span + 31) // 32
-        index = low + lane * step
-        inside = index < low + span
-        first = gl.load(QO + index, mask=inside, other=0).to(gl.int32) // (2 * ROWS) + index
-        count = gl.sum((inside & (first <= tile)).to(gl.int32), 0)
-        end = low + span
-        low = low + (count - 1) * step
-        span = gl.minimum(step, end - low)
-    return low
-
-
-@gluon.jit
-def _tell(places, place_full, place_free, item, row, left, k0, kv, low, high, place):
-    """Leaves where a tile is for the other warps."""
-    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    slot = item % SLOTS
-    mbarrier.wait(place_free.index(slot), (item // SLOTS + 1) & 1)
-    i = gl.arange(0, 8, layout=SAME)
-    x = gl.where(i == 0, row, gl.where(i == 1, left, gl.where(i == 2, k0, kv)))
-    x = gl.where(i < 4, x, gl.where(i == 4, low, gl.where(i == 5, high, place)))
-    places.index(slot).store(x)
-    tl.debug_barrier()
-    mbarrier.arrive(place_full.index(slot))
-
-
-@gluon.jit
-def _told(places, place_full, place_free, item, WARPS: gl.constexpr):
-    """The tile's first row, rows left of its sequence, first key row, keys, range of keys, place of the first query."""
-    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    slot = item % SLOTS
-    mbarrier.wait(place_full.index(slot), (item // SLOTS) & 1)
-    x = places.index(slot).load(SAME)
-    i = gl.arange(0, 8, layout=SAME)
-    row = gl.sum(gl.where(i == 0, x, 0), 0)
-    left = gl.sum(gl.where(i == 1, x, 0), 0)
-    k0 = gl.sum(gl.where(i == 2, x, 0), 0)
-    kv = gl.sum(gl.where(i == 3, x, 0), 0)
-    low = gl.sum(gl.where(i == 4, x, 0), 0)
-    high = gl.sum(gl.where(i == 5, x, 0), 0)
-    place = gl.sum(gl.where(i == 6, x, 0), 0)
-    tl.debug_barrier()
-    mbarrier.arrive(place_free.index(slot))
-    return row, left, k0, kv, low, high, place
-
-
-@gluon.jit
-def _schedule(
-    places, place_full, place_free, QO, KO, COUNTER, B, tiles, part, parts, window,
-    SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ROUNDS: gl.constexpr,
-):  # fmt: skip
-    """The warp that looks for tiles."""
-    tile, item = part, part * 0
-    while tile < tiles:
-        b = _find(QO, B, tile, ROUNDS)
-        q0 = gl.load(QO + b).to(gl.int32)
-        rows = gl.load(QO + b + 1).to(gl.int32) - q0
-        start = (tile - b - q0 // (2 * ROWS)) * (2 * ROWS)
-        if start < rows:
-            k0 = gl.load(KO + b).to(gl.int32)
-            kv = gl.load(KO + b + 1).to(gl.int32) - k0
-            place = start
-            if SOFTMAX:
-                place = start + kv - rows
-            low, high = start * 0, kv
-            if WINDOW:
-                low = gl.minimum(gl.maximum(place - window, 0), kv)
-                high = gl.minimum(place + 2 * ROWS + window, kv)
-            if CAUSAL:
-                high = gl.minimum(place + 2 * ROWS, high)
-            _tell(places, place_full, place_free, item, q0 + start, rows - start, k0, kv, low, high, place)
-            item += 1
-        tile = parts + gl.atomic_add(COUNTER, 1)
-    zero = part * 0
-    _tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero)
 
 
 @gluon.jit
@@ -132,7 +45,7 @@ def _load(
     """The loading warp."""
     item = 0
     block = 0
-    row, left, k0, _, low, high, _ = _told(places, place_full, place_free, item, 1)
+    row, left, k0, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
     while left > 0:
         for w in gl.static_range(2):
             stage = (item % QUERIES) * 2 + w
@@ -150,7 +63,7 @@ def _load(
             tma.async_copy_global_to_shared(v_rows, [k0 + j, 0], v_full.index(slot), v_blocks.index(slot))
             block += 1
         item += 1
-        row, left, k0, _, low, high, _ = _told(places, place_full, place_free, item, 1)
+        row, left, k0, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
 
 
 @gluon.jit
@@ -198,21 +111,6 @@ def _weights(
 
 
 @gluon.jit
-def _no_values_beyond(v, rows, BLOCK_KV: gl.constexpr, D: gl.constexpr):
-    """Zeros where rows of another sequence were read. Both groups write the same."""
-    PART: gl.constexpr = 32
-    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    if rows < BLOCK_KV:
-        for i in gl.static_range(BLOCK_KV // PART):
-            if rows < (i + 1) * PART:
-                part = v.slice(i * PART, PART)
-                at = i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ZEROS))
-                part.store(gl.where((at < rows)[:, None], part.load(ZEROS), 0.0).to(v.dtype))
-        fence_async_shared()
-        tl.debug_barrier()
-
-
-@gluon.jit
 def _compute(
     MINE: gl.constexpr, o_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
     places, place_full, place_free, o_base, sto, l_base, stl, window, s_in, s_out,
@@ -231,7 +129,7 @@ def _compute(
         logit = s_in * LOG2E
     item = 0
     block = 0
-    row, left, _, kv, low, high, place = _told(places, place_full, place_free, item, 4)
+    row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
@@ -274,7 +172,7 @@ def _compute(
                     p = p_after
                 slot = block % STAGES
                 v = v_blocks.index(slot)
-                _no_values_beyond(v, kv - low - (high - low - 1) // BLOCK_KV * BLOCK_KV, BLOCK_KV, D)
+                zero_beyond(v, kv - low - (high - low - 1) // BLOCK_KV * BLOCK_KV, BLOCK_KV, D)
                 sums = warpgroup_mma(p, v, acc, is_async=True)
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
                 mbarrier.arrive(v_free.index(slot))
@@ -300,7 +198,7 @@ def _compute(
                         acc = acc * gl.convert_layout(shrink, OF_ROWS)[:, None]
                     mbarrier.wait(v_full.index(slot), phase)
                     v = v_blocks.index(slot)
-                    _no_values_beyond(v, kv - j, BLOCK_KV, D)
+                    zero_beyond(v, kv - j, BLOCK_KV, D)
                     acc = warpgroup_mma(p, v, acc, is_async=True)
                     acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
                     mbarrier.arrive(v_free.index(slot))
@@ -331,7 +229,7 @@ def _compute(
             tl.debug_barrier()
         mbarrier.arrive(q_free.index(stage))
         item += 1
-        row, left, _, kv, low, high, place = _told(places, place_full, place_free, item, 4)
+        row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))
@@ -346,7 +244,6 @@ def forward_long(
     h = gl.program_id(0) % HEADS
     part = gl.program_id(0) // HEADS
     parts = gl.num_programs(0) // HEADS
-    tiles = total // (2 * ROWS) + B
     hk = h // GROUP
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_KV, D], dtype)
@@ -401,9 +298,9 @@ def forward_long(
                 q_rows, k_rows, v_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
                 places, place_full, place_free, BLOCK_KV, STAGES,
             )),
-            (_schedule, (
-                places, place_full, place_free, QO, KO, COUNTER + h, B, tiles, part, parts, window,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS,
+            (schedule, (
+                places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False,
             )),
         ],
         [4, 1, 1],

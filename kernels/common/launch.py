@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.common import tuning
 from kernels.common.attention_backward import backward_kv, backward_q
 from kernels.common.attention_forward import forward_general, forward_short
+from kernels.common.backward_long import backward_long_kv, backward_long_q
 from kernels.common.forward_long import forward_long
 from kernels.common.forward_stream import forward_stream
 from kernels.common.launcher import Variant
@@ -108,6 +109,11 @@ class Call:
         """The numbers that the kernels take."""
         return self.batch, self.q.shape[0], max(self.max_kv, 0), self.window, self.logit, self.factor
 
+    def all_numbers(self) -> tuple[float, ...]:
+        """The numbers that the kernels for long sequences take."""
+        rows, keys = self.q.shape[0], self.k.shape[0]
+        return self.batch, rows, keys, self.window, self.logit, self.factor, self.q.shape[1], *self.strides
+
     def signature(self) -> Signature:
         """Of these tensors."""
         q, k, v, batch = self.q, self.k, self.v, self.batch
@@ -180,8 +186,7 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
         plan.start(_programs(q.device, heads), (q, k, v, out, *where), numbers)
     elif "OVERLAP" in plan.constants:
         taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
-        numbers = (call.batch, q.shape[0], k.shape[0], *call.numbers()[3:], heads, *call.strides)
-        plan.start(_programs(q.device, heads), (q, k, v, out, lse, *where, taken), numbers)
+        plan.start(_programs(q.device, heads), (q, k, v, out, lse, *where, taken), call.all_numbers())
     elif "CHUNK" in plan.constants:
         programs = call.q_tiles(plan.constants["CHUNK"]) * heads
         plan.start(programs, (q, k, v, out, *where), call.numbers())
@@ -200,7 +205,7 @@ def backward(
     """
     q, k, v, heads, kv_heads = call.q, call.k, call.v, call.q.shape[1], call.k.shape[1]
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    if call.batch == 0 or heads == 0:
+    if call.batch == 0 or heads == 0 or call.out_rows == 0 or k.shape[0] == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
     signature = call.signature()
     of_keys, of_queries = _backward_plans(signature) if config is None else _build_backward(signature, config)
@@ -208,12 +213,19 @@ def backward(
     dq = q.new_empty(rows, dtype=torch.float32 if shared else q.dtype)
     delta = None if lse is None else lse.new_empty(lse.shape)
     where = (call.q_offsets, call.kv_offsets)
-    passes = of_keys.constants["PASSES"]
-    if of_queries is not None and call.out_rows:
-        programs = call.q_tiles(of_queries.constants["BLOCK_Q"]) * heads
-        of_queries.start(programs, (q, k, v, grad, out, dq, lse, delta, *where), call.numbers())
-    tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
-    if tiles:
+    taken = torch.zeros(2, -(-heads // 4) * 4, dtype=torch.int32, device=q.device)  # rows of whole 16 bytes
+    if of_queries is not None:
+        tensors = (q, k, v, grad, out, dq, lse, delta, *where)
+        if "KEPT" in of_queries.constants:
+            of_queries.start(_programs(q.device, heads), (*tensors, taken[0]), call.all_numbers())
+        else:
+            of_queries.start(call.q_tiles(of_queries.constants["BLOCK_Q"]) * heads, tensors, call.numbers())
+    if "KEPT" in of_keys.constants:
+        tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken[1])
+        of_keys.start(_programs(q.device, heads), tensors, call.all_numbers())
+    else:
+        passes = of_keys.constants["PASSES"]
+        tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
         between = q.new_empty(rows, dtype=torch.float32) if passes > 1 else None
         tensors = (q, k, v, grad, dq, between, dk, dv, lse, delta, *where)
         of_keys.start(tiles * kv_heads, tensors, call.numbers())
@@ -283,7 +295,12 @@ def _programs(device: torch.device, heads: int) -> int:
 
 @cache
 def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
-    return _build_backward(signature, _config(backward_kernel(signature), signature))
+    kernel = backward_kernel(signature)
+    config = _config(kernel, signature)
+    by_hand = "KEPT" in config or "KEPT" in config.get("query", {})
+    if by_hand and not (_long(signature) and signature.heads == signature.kv_heads):
+        config = tuning.default(kernel, str(signature.dtype).removeprefix("torch."), signature.width, signature.keys)
+    return _build_backward(signature, config)
 
 
 def _build_forward(signature: Signature, config: Config) -> Variant:
@@ -300,8 +317,10 @@ def _build_backward(signature: Signature, config: Config) -> tuple[Variant, Vari
     query = config.pop("query", None)
     passes = 0 if query else triton.cdiv(signature.keys, config["BLOCK_KV"])
     assert query or signature.act != "softmax"
-    of_keys = _variant(backward_kv, signature, {**config, "PASSES": passes})
-    return of_keys, _variant(backward_q, signature, query) if query else None
+    of_keys = _variant(backward_long_kv if "KEPT" in config else backward_kv, signature, {**config, "PASSES": passes})
+    if not query:
+        return of_keys, None
+    return of_keys, _variant(backward_long_q if "KEPT" in query else backward_q, signature, query)
 
 
 def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
@@ -327,7 +346,7 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
         **config,
     }
     options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
-    if kernel in (forward_stream, forward_long):
+    if kernel in (forward_stream, forward_long, backward_long_q, backward_long_kv):
         del constants["HEADS"]  # a number there
     constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
     constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)

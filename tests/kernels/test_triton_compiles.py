@@ -11,7 +11,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter is on", allow_module_level=True)
 
-from kernels.common import attention_backward, attention_forward, forward_long, forward_stream, tuning  # noqa: E402
+from kernels.common import (
+    attention_backward,
+    attention_forward,
+    backward_long,
+    forward_long,
+    forward_stream,
+    tuning,
+)  # noqa: E402
 from tests.kernels.compiled import compile_for, resources  # noqa: E402
 
 SHARED_MEMORY = 232448
@@ -40,7 +47,9 @@ def constants(kernel: str, act: str, width: int, config: dict[str, Any]) -> dict
         "FAST": True,
         "PRECISION": "tf32",
     }
-    absent = [] if act == "softmax" else ["LSE", "DELTA", *(["OUT"] if kernel == "backward_q" else [])]
+    absent = (
+        [] if act == "softmax" else ["LSE", "DELTA", *(["OUT"] if kernel in ("backward_q", "backward_long_q") else [])]
+    )
     absent += ["SUM"] if config.get("PASSES", 0) < 2 else []
     return {**common, **dict.fromkeys(absent), **config}
 
@@ -49,6 +58,8 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
     modules = {
         "forward_stream": forward_stream,
         "forward_long": forward_long,
+        "backward_long_q": backward_long,
+        "backward_long_kv": backward_long,
         "backward_kv": attention_backward,
         "backward_q": attention_backward,
     }
@@ -56,7 +67,7 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "maxnreg") if name in config}
     wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
-    if name in ("forward_stream", "forward_long"):
+    if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv"):
         del wanted["HEADS"]
     return compile_for(kernel, wanted, options, arch)
 
@@ -75,7 +86,7 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "family", "act", "width", "keys"), CASES)
 def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int, keys: int, arch: int) -> None:
     config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, width, 512, keys)
-    if "OVERLAP" in config:
+    if "OVERLAP" in config or "KEPT" in config or "KEPT" in config.get("query", {}):
         config = tuning.default(family, "bfloat16", width, keys)
     if kernel == "backward_q":
         config = config["query"]
@@ -107,6 +118,15 @@ def test_long_kernel_compiles_for_hopper(act: str, overlap: bool, block: int) ->
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
     assert resources(compiled)["stack"] < 64
+
+
+@pytest.mark.parametrize("act", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("kernel", ["backward_long_q", "backward_long_kv"])
+def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
+    compiled = build(kernel, {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}, act, 128, 90)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "setmaxnreg" in compiled.asm["ptx"]
+    assert resources(compiled)["stack"] < 256
 
 
 def test_defaults_fit_the_widest_heads() -> None:

@@ -129,6 +129,49 @@ def test_long_sequences(act: str, causal: bool, window: int, width: int, block: 
     assert torch.equal(clean[offsets[3] :], other[offsets[3] :])
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("act", "causal", "window"), [
+    ("silu", False, -1), ("gelu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", False, 90),
+    ("softmax", True, 40),
+])  # fmt: skip
+def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width: int) -> None:
+    lengths = [*LENGTHS, *[70, 300] * 150]
+    (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
+    keys = torch.tensor(lengths)
+    if not causal:
+        keys = torch.randint(0, 500, (offsets.numel() - 1,))
+        keys[:3] = torch.tensor([0, 1, 256])
+    kv_offsets = offsets_from_lengths(keys).cuda()
+    k, v = (torch.randn(int(kv_offsets[-1]), 4, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    grad = torch.randn(q.shape, device="cuda").bfloat16()
+    by_hand = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+    options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
+    runs = []
+    for dirty in (False, True, True):
+        if dirty:
+            for x, where in ((q, offsets), (k, kv_offsets), (v, kv_offsets), (grad, offsets)):
+                x[where[2] : where[3]] = torch.nan
+        call = Call(q, k, v, offsets, kv_offsets, *options)
+        out, lse = launch.forward(call)
+        saved = None if lse is None else out
+        runs.append(launch.backward(call, grad, saved, lse, {**by_hand, "query": by_hand}))
+        if not dirty:
+            exact, where = (q.double(), k.double(), v.double()), (offsets, kv_offsets)
+            if lse is None:
+                want = gdpa_reference.backward(grad.double(), *exact, *where, act, 0.5, 0.3, window)
+            else:
+                choice = (*where, 0.3, causal, window)
+                want = softmax_reference.backward(
+                    grad.double(), *exact, *softmax_reference.forward(*exact, *choice), *choice
+                )
+            for got, expected in zip(runs[0], want, strict=True):
+                same(got, expected, torch.bfloat16)
+    for clean, other, again, where in zip(*runs, (offsets, kv_offsets, kv_offsets), strict=True):
+        assert torch.equal(clean[: where[2]], other[: where[2]])
+        assert torch.equal(clean[where[3] :], other[where[3] :])
+        assert torch.equal(other[where[3] :], again[where[3] :])
+
+
 def test_gdpa_window_and_learned_queries() -> None:
     inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, window=50), inputs, torch.bfloat16)

@@ -1,0 +1,137 @@
+"""Tiles of long sequences for kernels scheduled by hand: who takes which, and what lies beyond a sequence's end.
+
+A tile has ``2 ROWS`` rows of one sequence, half of them for each of two groups of four warps. Tiles are numbered as in
+``kernels/common/sequences.py``; one warp of a program takes numbers from a counter and tells the others where each is.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+ROWS = gl.constexpr(64)
+"""Rows of a group; a tile has twice as many."""
+SLOTS = gl.constexpr(4)
+"""Places of tiles that are known ahead."""
+
+
+@gluon.jit
+def _find(Offsets, B, tile, ROUNDS: gl.constexpr):
+    """``sequences.find_sequence`` for tiles of ``2 ROWS``, by one warp."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, layout=LANES)
+    low = tile * 0
+    span = B
+    for _ in gl.static_range(ROUNDS):
+        step = (span + 31) // 32
+        index = low + lane * step
+        inside = index < low + span
+        first = gl.load(Offsets + index, mask=inside, other=0).to(gl.int32) // (2 * ROWS) + index
+        count = gl.sum((inside & (first <= tile)).to(gl.int32), 0)
+        end = low + span
+        low = low + (count - 1) * step
+        span = gl.minimum(step, end - low)
+    return low
+
+
+@gluon.jit
+def _tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift):
+    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    slot = item % SLOTS
+    mbarrier.wait(place_free.index(slot), (item // SLOTS + 1) & 1)
+    i = gl.arange(0, 8, layout=SAME)
+    x = gl.where(i == 0, row, gl.where(i == 1, left, gl.where(i == 2, first, length)))
+    y = gl.where(i == 4, low, gl.where(i == 5, high, gl.where(i == 6, place, shift)))
+    places.index(slot).store(gl.where(i < 4, x, y))
+    tl.debug_barrier()
+    mbarrier.arrive(place_full.index(slot))
+
+
+@gluon.jit
+def told(places, place_full, place_free, item, WARPS: gl.constexpr):
+    """What ``schedule`` left for the tile ``item`` of this program.
+
+    Returns:
+        its first row; rows from there to the end of its sequence, 0 where there are no more tiles; first row and
+        length of the other side, and the range there that counts; place of the first row in its sequence, of a query
+        among the keys; how much further query i stands among the keys.
+    """
+    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    slot = item % SLOTS
+    mbarrier.wait(place_full.index(slot), (item // SLOTS) & 1)
+    x = places.index(slot).load(SAME)
+    i = gl.arange(0, 8, layout=SAME)
+    row = gl.sum(gl.where(i == 0, x, 0), 0)
+    left = gl.sum(gl.where(i == 1, x, 0), 0)
+    first = gl.sum(gl.where(i == 2, x, 0), 0)
+    length = gl.sum(gl.where(i == 3, x, 0), 0)
+    low = gl.sum(gl.where(i == 4, x, 0), 0)
+    high = gl.sum(gl.where(i == 5, x, 0), 0)
+    place = gl.sum(gl.where(i == 6, x, 0), 0)
+    shift = gl.sum(gl.where(i == 7, x, 0), 0)
+    tl.debug_barrier()
+    mbarrier.arrive(place_free.index(slot))
+    return row, left, first, length, low, high, place, shift
+
+
+@gluon.jit
+def schedule(
+    places, place_full, place_free, Own, Other, Counter, B, tiles, part, parts, window,
+    SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ROUNDS: gl.constexpr, OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    """The warp that looks for tiles: of queries, or of keys where ``OF_KEYS``; Own and Other are the offsets."""
+    tile, item = part, part * 0
+    while tile < tiles:
+        b = _find(Own, B, tile, ROUNDS)
+        row = gl.load(Own + b).to(gl.int32)
+        rows = gl.load(Own + b + 1).to(gl.int32) - row
+        start = (tile - b - row // (2 * ROWS)) * (2 * ROWS)
+        if start < rows:
+            first = gl.load(Other + b).to(gl.int32)
+            length = gl.load(Other + b + 1).to(gl.int32) - first
+            shift = start * 0
+            if SOFTMAX:
+                shift = length - rows
+            low, high = start * 0, length
+            if OF_KEYS:
+                shift = -shift
+                place = start
+                if CAUSAL:
+                    low = gl.minimum(gl.maximum(start - shift, 0), length)
+                if WINDOW:
+                    low = gl.minimum(gl.maximum(start - shift - window, low), length)
+                    high = gl.minimum(start + 2 * ROWS - shift + window, length)
+            else:
+                place = start + shift
+                if WINDOW:
+                    low = gl.minimum(gl.maximum(place - window, 0), length)
+                    high = gl.minimum(place + 2 * ROWS + window, length)
+                if CAUSAL:
+                    high = gl.minimum(place + 2 * ROWS, high)
+            row, left = row + start, rows - start
+            _tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift)
+            item += 1
+        tile = parts + gl.atomic_add(Counter, 1)
+    zero = part * 0
+    _tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
+def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr):
+    """Zeros in a block in shared memory from row ``rows`` on, where another sequence was read, by a group.
+
+    Both groups write the same.
+    """
+    PART: gl.constexpr = 32
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    if rows < BLOCK:
+        for i in gl.static_range(BLOCK // PART):
+            if rows < (i + 1) * PART:
+                part = x.slice(i * PART, PART)
+                at = i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ZEROS))
+                part.store(gl.where((at < rows)[:, None], part.load(ZEROS), 0.0).to(x.dtype))
+        fence_async_shared()
+        tl.debug_barrier()
