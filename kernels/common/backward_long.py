@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate_with_slope
 from kernels.common.attention_forward import LOG2E, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, schedule, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, skip, told, zero_beyond
 
 
 @gluon.jit
@@ -71,7 +71,9 @@ def _slopes(
     """
     if ACT == "softmax":
         if edge:
-            s = gl.where(_visible(query, key, window, index < limit, CAUSAL, WINDOW), s, float("-inf"))
+            seen = _visible(query, key, window, index < limit, CAUSAL, WINDOW)
+            s = gl.where(seen, s, float("-inf"))
+            dp = gl.where(seen, dp, 0.0)
         p = gl.exp2(s * (s_in * LOG2E) - lse)
         ds = p * (dp - delta)
     else:
@@ -107,23 +109,6 @@ def _at_edge(query, key, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     if WINDOW:
         edge = edge | (query + ROWS - 1 - key > window) | (key + ROWS - 1 - query > window)
     return edge
-
-
-@gluon.jit
-def _store(
-    out, tile, rows, base, stride, row, left, D: gl.constexpr, VALUES: gl.constexpr
-):  # fmt: skip
-    """Writes a group's rows: through their place in shared memory, or, at the end of a sequence, one by one."""
-    if left >= ROWS:
-        tile.store(out)
-        fence_async_shared()
-        tl.debug_barrier()
-        tma.async_copy_shared_to_global(rows, [row, 0], tile)
-    else:
-        own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, VALUES))
-        column = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
-        where = base + (row + own)[:, None].to(gl.int64) * stride + column[None, :]
-        gl.store(where, out, mask=(own < left)[:, None])
 
 
 @gluon.jit
@@ -168,7 +153,9 @@ def _of_queries(
             lse = gl.load(l_base + index, mask=r < left, other=0.0)[:, None] * LOG2E
             delta = own[:, None]
         acc = gl.zeros([ROWS, D], gl.float32, VALUES)
-        if low < high:
+        if left <= 0:
+            block = skip(low, high, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
+        elif low < high:
             slot = block % STAGES
             phase = (block // STAGES) & 1
             k = k_blocks.index(slot).permute((1, 0))
@@ -220,7 +207,7 @@ def _of_queries(
             block += 1
         if not EARLY:
             acc = acc * factor
-        _store(acc.to(dtype), q, dq_rows, dq_base, st, row, left, D, VALUES)
+        put_rows(acc.to(dtype), q, dq_rows, dq_base, st, row, left, D)
         tma.store_wait(0)
         tl.debug_barrier()
         mbarrier.arrive(own_free.index(at))
@@ -259,6 +246,9 @@ def _of_keys(
         mbarrier.wait(own_full.index(at), (item // KEPT) & 1)
         dk = gl.zeros([ROWS, D], gl.float32, VALUES)
         dv = gl.zeros([ROWS, D], gl.float32, VALUES)
+        if left <= 0:
+            block = skip(low, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+            high = low
         for j in range(low, high, ROWS):
             slot = block % STAGES
             phase = (block // STAGES) & 1
@@ -292,8 +282,8 @@ def _of_keys(
             block += 1
         if not EARLY:
             dk = dk * factor
-        _store(dk.to(dtype), k, dk_rows, dk_base, st, row, left, D, VALUES)
-        _store((dv * s_out).to(dtype), v, dv_rows, dv_base, st, row, left, D, VALUES)
+        put_rows(dk.to(dtype), k, dk_rows, dk_base, st, row, left, D)
+        put_rows((dv * s_out).to(dtype), v, dv_rows, dv_base, st, row, left, D)
         tma.store_wait(0)
         tl.debug_barrier()
         mbarrier.arrive(own_free.index(at))

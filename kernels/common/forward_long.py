@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate
 from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, schedule, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, skip, told, zero_beyond
 
 QUERIES = gl.constexpr(2)
 """Tiles of queries in shared memory."""
@@ -141,7 +141,9 @@ def _compute(
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
         mbarrier.wait(q_full.index(stage), (item // QUERIES) & 1)
         if OVERLAP:
-            if low < high:
+            if left <= 0:
+                block = skip(low, high, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
+            elif low < high:
                 slot = block % STAGES
                 mbarrier.wait(k_full.index(slot), (block // STAGES) & 1)
                 s = warpgroup_mma(q, k_blocks.index(slot).permute((1, 0)), no_logits, use_acc=False, is_async=True)
@@ -217,16 +219,9 @@ def _compute(
             out = (acc * gl.convert_layout(factor, OF_ROWS)[:, None]).to(dtype)
         else:
             out = (acc * s_out).to(dtype)
-        if left >= ROWS:
-            q.store(out)  # the queries are used up: their place takes the results
-            fence_async_shared()
-            tl.debug_barrier()
-            tma.async_copy_shared_to_global(o_rows, [row, 0], q)
-            tma.store_wait(0)
-        else:
-            column = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
-            gl.store(o_base + r[:, None].to(gl.int64) * sto + column[None, :], out, mask=live[:, None])
-            tl.debug_barrier()
+        put_rows(out, q, o_rows, o_base, sto, row, left, D)  # the queries are used up: their place takes the results
+        tma.store_wait(0)
+        tl.debug_barrier()
         mbarrier.arrive(q_free.index(stage))
         item += 1
         row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)

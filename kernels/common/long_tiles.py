@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 ROWS = gl.constexpr(64)
 """Rows of a group; a tile has twice as many."""
@@ -125,13 +125,46 @@ def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr):
 
     Both groups write the same.
     """
-    PART: gl.constexpr = 32
+    PART: gl.constexpr = 16
     ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     if rows < BLOCK:
         for i in gl.static_range(BLOCK // PART):
-            if rows < (i + 1) * PART:
-                part = x.slice(i * PART, PART)
+            part = x.slice(i * PART, PART)
+            if rows <= i * PART:
+                part.store(gl.zeros([PART, D], x.dtype, ZEROS))
+            elif rows < (i + 1) * PART:
                 at = i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, ZEROS))
                 part.store(gl.where((at < rows)[:, None], part.load(ZEROS), 0.0).to(x.dtype))
         fence_async_shared()
         tl.debug_barrier()
+
+
+@gluon.jit
+def put_rows(out, tile, rows, base, stride, row, left, D: gl.constexpr):
+    """Writes a group's rows from ``tile`` in shared memory, of which ``left`` are of the sequence; ends by itself."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    if left > 0:
+        tile.store(out)
+        fence_async_shared()
+        tl.debug_barrier()
+        if left >= ROWS:
+            tma.async_copy_shared_to_global(rows, [row, 0], tile)
+        else:
+            own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+            column = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+            where = base + (row + own)[:, None].to(gl.int64) * stride + column[None, :]
+            gl.store(where, tile.load(WIDE), mask=(own < left)[:, None])
+
+
+@gluon.jit
+def skip(low, high, block, full, free, full2, free2, BLOCK: gl.constexpr, STAGES: gl.constexpr):
+    """Lets the blocks of a tile pass of which a group has no rows; returns the number of the next block."""
+    for _ in range(low, high, BLOCK):
+        slot = block % STAGES
+        phase = (block // STAGES) & 1
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.arrive(free.index(slot))
+        mbarrier.wait(full2.index(slot), phase)
+        mbarrier.arrive(free2.index(slot))
+        block += 1
+    return block

@@ -11,14 +11,14 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("the interpreter is on", allow_module_level=True)
 
-from kernels.common import (
+from kernels.common import (  # noqa: E402
     attention_backward,
     attention_forward,
     backward_long,
     forward_long,
     forward_stream,
     tuning,
-)  # noqa: E402
+)
 from tests.kernels.compiled import compile_for, resources  # noqa: E402
 
 SHARED_MEMORY = 232448
