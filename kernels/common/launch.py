@@ -269,7 +269,7 @@ def _forward_plan(signature: Signature) -> Variant:
     kernel = forward_kernel(signature)
     config = _config(kernel, signature)
     if ("BUFFERS" in config and not _streams(signature)) or ("OVERLAP" in config and not _long(signature)):
-        config = tuning.default(kernel, str(signature.dtype).removeprefix("torch."), signature.width, signature.keys)
+        config = _config(f"{kernel}_plain", signature)
     return _build_forward(signature, config)
 
 
@@ -299,7 +299,7 @@ def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
     config = _config(kernel, signature)
     by_hand = "KEPT" in config or "KEPT" in config.get("query", {})
     if by_hand and not (_long(signature) and signature.heads == signature.kv_heads):
-        config = tuning.default(kernel, str(signature.dtype).removeprefix("torch."), signature.width, signature.keys)
+        config = _config(f"{kernel}_plain", signature)
     return _build_backward(signature, config)
 
 

@@ -28,7 +28,7 @@ def choose(kernel: str, device: str, dtype: torch.dtype, width: int, q_length: i
 
     Args:
         kernel: ``forward_`` or ``backward_`` and ``short``, ``general``, ``softmax``, ``general_window`` or
-            ``softmax_window``.
+            ``softmax_window``; with ``_plain`` for tensors that no kernel scheduled by hand takes.
         device: ``device_name`` of the tensors' device.
         width: head width. q_length: mean number of queries. kv_length: mean or largest number of keys that a query
             sees.
@@ -74,7 +74,7 @@ def _nearest(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv
     """The tuned row of the nearest length; short kernels are tied to their number of keys."""
     best, best_distance = None, 99
     for q in (64 << i for i in range(9)):
-        for kv in (kv_bucket,) if kernel.endswith("short") else (64 << i for i in range(9)):
+        for kv in (kv_bucket,) if "short" in kernel else (64 << i for i in range(9)):
             row = tuned().get(key(kernel, device, dtype, width, q, kv))
             distance = abs(q.bit_length() - q_bucket.bit_length()) + 2 * abs(kv.bit_length() - kv_bucket.bit_length())
             if row is not None and distance < best_distance:
@@ -93,10 +93,10 @@ def default(kernel: str, dtype: str, width: int, kv_bucket: int) -> dict[str, An
         "STAGES": 1 if exact or wide else 2,
         "num_warps": 8 if wide else 4,
     }
-    if kernel == "forward_short":
+    if kernel.startswith("forward_short"):
         halves = 2 if kv_bucket > (64 if exact else 128) else 1
         return {**plain, "BLOCK_KV": max(kv_bucket // halves, 64), "HALVES": halves, "CHUNK": 1024, "STAGES": 1}
-    if kernel == "backward_short":
+    if kernel.startswith("backward_short"):
         return {**plain, "BLOCK_KV": min(kv_bucket, 128), "num_warps": 8 if kv_bucket > 64 else 4}
     if kernel.startswith("forward"):
         return plain
