@@ -72,6 +72,16 @@ class CheckpointWriter:
         self._running: Future[None] | None = None
         self._staging = Staging()
 
+    def reserve(self, tensors: Tensors) -> None:
+        """Makes the buffers of background saves, in the background: the first save then costs what others do.
+
+        Args:
+            tensors: those that will be saved.
+        """
+        if self._thread is not None:
+            self._join()
+            self._running = self._thread.submit(self._staging.reserve, tensors)
+
     def save(
         self,
         step: int,
@@ -156,7 +166,7 @@ class Staging:
         staged: dict[str, Spread] = {}
         on_device = False
         for key, value in tensors.items():
-            parts = [piece.tensor for piece in value.pieces] if isinstance(value, Sharded) else [value]
+            parts = _parts(value)
             copies = [self._buffer(key, place, part) for place, part in enumerate(parts)]
             for copy, part in zip(copies, parts, strict=True):
                 copy.copy_(part, non_blocking=True)
@@ -166,9 +176,19 @@ class Staging:
             torch.cuda.current_stream().synchronize()
         return staged
 
+    def reserve(self, tensors: Tensors) -> None:
+        """Makes the buffers, and writes to them, since memory is given out when it is first written to."""
+        for key, value in tensors.items():
+            for place, part in enumerate(_parts(value)):
+                self._buffer(key, place, part).zero_()
+
     def _buffer(self, key: str, place: int, part: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get((key, place))
         if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
             buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
             self._buffers[key, place] = buffer
         return buffer
+
+
+def _parts(value: Spread) -> list[torch.Tensor]:
+    return [piece.tensor for piece in value.pieces] if isinstance(value, Sharded) else [value]

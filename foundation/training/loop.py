@@ -153,6 +153,7 @@ class Loop:
         stopped = self._out_of_patience()
         if stopped or progress.step >= self.config.steps:  # a run that had ended is resumed
             return "stopped early" if stopped else "finished"
+        self.writer.reserve(self.state.tensors())
         with self.writer, self._bar() as advance, self._waits.watched():
             for delivered, last_of_epoch in self._batches():
                 self._step(delivered)
