@@ -27,12 +27,17 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float 
     it then reads, rounds and writes once more.
     """
     dtype = autocast_dtype(x)
-    if not x.is_cuda or x.shape[-1] <= WIDEST:
+    if not (on_gpu(x) and x.shape[-1] > WIDEST):
         return layer_norm(x, weight, bias, eps=eps, dtype=dtype)
     own = dtype or x.dtype
     weight, bias = (None if t is None else t.to(own) for t in (weight, bias))
     with torch.autocast(x.device.type, enabled=False):
         return F.layer_norm(x.to(own), x.shape[-1:], weight, bias, eps)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a CUDA device."""
+    return x.is_cuda
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
