@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import TensorBoardLogger
 
+from foundation.parallel.join import join_ranks
+
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["fp32", "bf16"]
 
@@ -60,8 +62,10 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
         loggers=TensorBoardLogger(log_folder.parent, log_folder.name, version="", purge_step=log_from or None),
     )
     existed = dist.is_initialized()
-    if not existed and not torchrun:
-        backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if not existed and torchrun:
+        join_ranks(backend)
+    elif not existed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     fabric.launch()
     try:

@@ -246,6 +246,8 @@ def main() -> None:
     values = vars(parser.parse_args())
     ranks, limit, only = values.pop("ranks"), values.pop("limit"), values.pop("only")
     options = Options(**values)
+    if options.out.is_dir() and any(options.out.iterdir()):
+        raise SystemExit(f"{options.out} is not empty")
     options.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(options, limit)
     wanted = [f"weak:{way}" for way in ways(ranks)]

@@ -29,6 +29,7 @@ from foundation.model.gem import GEM
 from foundation.parallel.benchmarks import equality
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
+from foundation.parallel.join import join_ranks
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
@@ -326,7 +327,7 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=180))
+    join_ranks("nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=180))
     (options.out / f"pid-{arguments.launch}-{dist.get_rank()}").write_text(str(os.getpid()))
     rank = Rank(options, arguments.launch)
     for part in arguments.parts:

@@ -28,6 +28,7 @@ from foundation.model.layer import LayerConfig
 from foundation.parallel.benchmarks.random_batches import Sizes, dealt, random_batch, take
 from foundation.parallel.benchmarks.reference import Trained, train_plain
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
+from foundation.parallel.join import join_ranks
 from foundation.parallel.parallelize import ParallelModel, parallelize
 from foundation.parallel.pieces import Spread, local_shards
 from foundation.parallel.plan import SparseConfig
@@ -224,7 +225,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join_ranks("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     references: dict[str, Trained] = {}
     lines = []

@@ -28,6 +28,7 @@ from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
 from foundation.model.sequence import SequenceConfig
 from foundation.parallel.benchmarks.random_batches import Sizes, random_batch
+from foundation.parallel.join import join_ranks
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
@@ -150,7 +151,7 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join_ranks("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     baseline = json.loads(options.baseline.read_text()) if options.baseline else None
     found: dict[str, dict[str, float]] = {}
