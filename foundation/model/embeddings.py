@@ -127,7 +127,7 @@ class Embeddings(nn.Module):
         self.bag_features = tuple(f.name for f in self.request_features if f.table in bags)
         tasks = len(schema.tasks)
         self.tasks = tasks
-        self._prepared: tuple[KeyedJaggedTensor, KeyedJaggedTensor] | None = None
+        self._prepared: list[tuple[KeyedJaggedTensor, KeyedJaggedTensor]] = []
         self.first_order: EmbeddingCollection | None = None
         if config.first_order:
             width = -(-tasks // 4) * 4  # lookups want dims that are multiples of 4
@@ -148,10 +148,11 @@ class Embeddings(nn.Module):
 
     def forward(self, batch: Batch) -> Embedded:
         """Looks up and pools all ids of a batch."""
-        if self._prepared is not None and self._prepared[0] is batch.sparse:
-            sparse, self._prepared = self._prepared[1], None
-        else:
+        sparse = next((ids for own, ids in self._prepared if own is batch.sparse), None)
+        if sparse is None:
             sparse = self._ids(batch)
+        else:
+            self._prepared = [pair for pair in self._prepared if pair[0] is not batch.sparse]
         # All lookups start before the rows of the first are waited for.
         looked: dict[str, dict[str, JaggedTensor]] = {dim: own(sparse) for dim, own in self.ec.items()}
         bags = None if self.ebc is None else self.ebc(sparse)
@@ -170,8 +171,12 @@ class Embeddings(nn.Module):
     def prepare(self, batch: Batch) -> KeyedJaggedTensor:
         """What will be looked up for a batch, drawn before its turn; the forward pass of that batch then uses it."""
         ids = self._ids(batch)
-        self._prepared = (batch.sparse, ids)
+        self._prepared.append((batch.sparse, ids))
         return ids
+
+    def forget(self) -> None:
+        """Drops what was prepared."""
+        self._prepared = []
 
     def _ids(self, batch: Batch) -> KeyedJaggedTensor:
         if batch.num_requests == 0:

@@ -7,6 +7,7 @@ ids: rows are read when the update of the step before is done, so nothing that i
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from foundation.data.batch import Batch
 from foundation.model.embeddings import Embeddings
-from foundation.parallel.ranges import LOOKUP, ROWS_WAIT, SPARSE_DIST, SPARSE_WAIT
+from foundation.parallel.ranges import LOOKUP, ROWS_WAIT, SPARSE_COUNTS, SPARSE_DIST, SPARSE_WAIT
 
 
 class Lookups:
@@ -35,6 +36,7 @@ class Lookups:
         # Its kernels are small and others wait for them, so they go first.
         self.stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         modules = self._embeddings.modules() if self._embeddings is not None else model.modules()
+        self._next: tuple[Batch, KeyedJaggedTensor | None] | None = None
         self._lookups = [_Lookup(module, self.stream) for module in modules if isinstance(module, ShardedModule)]
 
     @property
@@ -42,30 +44,60 @@ class Lookups:
         """Random numbers are drawn for ids."""
         return self._embeddings is not None and bool(self._embeddings.config.id_dropout)
 
-    def start(self, batch: Batch) -> None:
-        """Sends the ids of a batch out before its turn; a collective call of the ranks that share tables.
+    def announce(self, batch: Batch) -> None:
+        """Tells the ranks that share tables how many ids of a batch will come; a collective call.
 
-        What is random about them is drawn now. The batch may have been copied to the device on `stream`. The next
-        forward pass of another batch, an evaluation's, leaves it alone.
+        To be called before the forward pass of the batch before it, `send` after that. Where random numbers are drawn
+        for ids, `send` does both, so that the order of draws is that of a run without. The batch may have been copied
+        to the device on `stream`. Forward passes of other batches, an evaluation's, leave it alone.
 
         Args:
             batch: trained on next, in the mode that the model is in.
         """
         assert self._embeddings is not None, "the model has no Embeddings, or several"
+        assert self._next is None, "the ids of the batch before were not sent"
+        self._next = (batch, None)
+        if not self.draws:
+            self._next = (batch, self._count(batch))
+
+    def send(self) -> None:
+        """Sends the ids of the batch that was announced, if one was; a collective call."""
+        if self._next is None:
+            return
+        (batch, ids), self._next = self._next, None
+        ids = self._count(batch) if ids is None else ids
         with self._aside(), record_function(SPARSE_DIST):
-            ids = self._embeddings.prepare(batch)
             for lookup in self._lookups:
-                lookup.send_counts(ids)
-            for lookup in self._lookups:
-                lookup.send_ids()
+                lookup.send_ids(ids)
 
     def drop(self) -> None:
-        """Forgets what was started; a collective call."""
+        """Forgets what was sent; a collective call."""
+        assert self._next is None, "announced, but not sent"
+        if self._embeddings is not None:
+            self._embeddings.forget()
         for lookup in self._lookups:
             lookup.drop()
 
+    def _count(self, batch: Batch) -> KeyedJaggedTensor:
+        assert self._embeddings is not None
+        with self._aside(), record_function(SPARSE_COUNTS):
+            ids = self._embeddings.prepare(batch)
+            for lookup in self._lookups:
+                lookup.send_counts(ids)
+        return ids
+
     def _aside(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+
+@dataclass(slots=True)
+class _Early:
+    """Ids on their way: what they were, TorchRec's notes on them, and what is waited for."""
+
+    features: KeyedJaggedTensor
+    context: Any
+    coming: Any
+    sent: torch.cuda.Event | None = None
 
 
 class _Lookup:
@@ -73,56 +105,52 @@ class _Lookup:
 
     def __init__(self, module: ShardedModule, stream: torch.cuda.Stream | None) -> None:
         self._module, self._stream = module, stream
-        self._features: KeyedJaggedTensor | None = None
-        self._context: Any = None
-        self._coming: Any = None
-        self._sent = None if stream is None else torch.cuda.Event()
+        self._early: dict[int, _Early] = {}  # by the id() of features, which are kept so long
         module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, features: KeyedJaggedTensor) -> LazyAwaitable[Any]:
         """Rows, to be waited for."""
-        early = features is self._features
-        if early:
-            context, coming = self._context, self._coming
-        else:
+        early = self._early.pop(id(features), None)
+        if early is None:
             with record_function(SPARSE_DIST):
                 context = self._module.create_context()
-                coming = self._module.input_dist(context, features).wait()
+                early = _Early(features, context, self._module.input_dist(context, features).wait())
         with record_function(SPARSE_WAIT):
-            if early and self._sent is not None:
-                here = torch.cuda.current_stream()
-                here.wait_event(self._sent)
-                for value in (features, coming, context):
-                    value.record_stream(here)
-                ids = coming
+            if early.sent is None:
+                ids = early.coming.wait()
             else:
-                ids = coming.wait()
-        if early:
-            self._features = self._context = self._coming = None
+                here = torch.cuda.current_stream()
+                here.wait_event(early.sent)
+                for value in (features, early.coming, early.context):
+                    value.record_stream(here)
+                ids = early.coming
         with record_function(LOOKUP):
-            return _Rows(self._module.compute_and_output_dist(context, ids))
+            return _Rows(self._module.compute_and_output_dist(early.context, ids))
 
     def send_counts(self, features: KeyedJaggedTensor) -> None:
-        self._features, self._context = features, self._module.create_context()
-        self._coming = self._module.input_dist(self._context, features)
+        context = self._module.create_context()
+        self._early[id(features)] = _Early(features, context, self._module.input_dist(context, features))
 
-    def send_ids(self) -> None:
-        self._coming = self._coming.wait()
-        if self._stream is not None and self._sent is not None:
+    def send_ids(self, features: KeyedJaggedTensor) -> None:
+        early = self._early[id(features)]
+        early.coming = early.coming.wait()
+        if self._stream is not None:
             # The stream waits, not the host. Numbers that the host needs later are fetched now.
-            self._coming = self._coming.wait()
-            for sharding in getattr(self._context, "sharding_contexts", ()):
+            early.coming = early.coming.wait()
+            for sharding in getattr(early.context, "sharding_contexts", ()):
                 before = getattr(sharding, "features_before_input_dist", None)
                 if before is not None:
                     before.sync()
-            for before in getattr(self._context, "input_features", ()):
+            for before in getattr(early.context, "input_features", ()):
                 before.sync()
-            self._sent.record(self._stream)
+            early.sent = torch.cuda.Event()
+            early.sent.record(self._stream)
 
     def drop(self) -> None:
-        if self._features is not None and self._stream is None:
-            self._coming.wait()
-        self._features = self._context = self._coming = None
+        for early in self._early.values():
+            if early.sent is None:
+                early.coming.wait()
+        self._early.clear()
 
 
 class _Rows(LazyAwaitable[Any]):

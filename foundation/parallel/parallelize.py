@@ -126,7 +126,7 @@ def parallelize(
         plan=sharding_plan(collections, sparse, device.type, sharders, ranks, groups.topology.gpus_per_host),
         sharders=sharders,
         init_data_parallel=False,
-        data_parallel_wrapper=_Replicated(static_graph=False),
+        data_parallel_wrapper=_Replicated(static_graph=False, bucket_cap_mb=_bucket_mb(model, collections)),
     )
     spread.layout, spread.momentum_scale = groups, scale
     spread.lookups = Lookups(model, device)
@@ -146,6 +146,16 @@ def parallelize(
     elif groups.world > 1:
         spread.init_data_parallel()
     return spread
+
+
+def _bucket_mb(model: nn.Module, collections: dict[str, Collection]) -> int:
+    """MB of gradients that DDP reduces at once: its own 25 for small models, at most 40 parts of large ones.
+
+    Parts wait for the slowest rank and for room on the device one by one, which adds up over hundreds of them.
+    """
+    tables = {p for module in collections.values() for p in module.parameters()}
+    dense = sum(p.numel() * p.element_size() for p in model.parameters() if p not in tables)
+    return max(25, dense // 40 // 2**20)
 
 
 class _Replicated(DefaultDataParallelWrapper):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+SPARSE_COUNTS: Final = "sparse counts"
+"""Ids of a batch are sorted by the rank that holds their rows, and ranks begin to tell one another their numbers."""
 SPARSE_DIST: Final = "sparse dist"
-"""Ids of a batch start on their way to the ranks that hold their rows."""
+"""When the numbers are known, which the host waits for, ids start on their way."""
 SPARSE_WAIT: Final = "sparse dist wait"
 """A lookup waits until ids have come from all ranks."""
 LOOKUP: Final = "lookup"
@@ -20,6 +22,16 @@ GRADIENT_REDUCE: Final = "gradient reduce"
 """What is reduced after the backward pass: norms of gradients, and averages of table replicas."""
 OPTIMIZER: Final = "optimizer"
 """Of the dense part."""
-RANGES: Final = (SPARSE_DIST, SPARSE_WAIT, LOOKUP, ROWS_WAIT, FORWARD, BACKWARD, GRADIENT_REDUCE, OPTIMIZER)
+RANGES: Final = (
+    SPARSE_COUNTS,
+    SPARSE_DIST,
+    SPARSE_WAIT,
+    LOOKUP,
+    ROWS_WAIT,
+    FORWARD,
+    BACKWARD,
+    GRADIENT_REDUCE,
+    OPTIMIZER,
+)
 COMPUTE: Final = (FORWARD, BACKWARD, OPTIMIZER)
 """Those that keep the device busy."""

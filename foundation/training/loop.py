@@ -231,9 +231,15 @@ class Loop:
         state.rates.scale(factor)  # before backward, where the tables are updated
         state.dense.scale(factor)
         state.model.train()
+        lookups = state.model.lookups
+        following = delivered.following if progress.step + 1 < self.config.steps else None
+        if following is not None:
+            lookups.announce(following)
         with self.fabric.autocast():
             output = state.model(batch)
-        self._start(delivered.following)
+        # The next batch is not trained on yet: a checkpoint knows nothing of it.
+        self._rng_before = rng_state(self.fabric.device) if following is not None and lookups.draws else None
+        lookups.send()
         losses = state.model.module.loss(output, batch)
         with self._waits.waiting():
             loss = losses.total * rank_share(batch)
@@ -256,14 +262,6 @@ class Loop:
                 state.ema.update(progress.step - progress.skipped)
         self._window.queued(losses.per_task, batch, taken, delivered)
         self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions], rng))
-
-    def _start(self, following: Batch | None) -> None:
-        """Sends out the ids of the next batch, which is not trained on yet: a checkpoint knows nothing of it."""
-        lookups = self.state.model.lookups
-        self._rng_before = None
-        if following is not None and self.state.progress.step + 1 < self.config.steps:
-            self._rng_before = rng_state(self.fabric.device) if lookups.draws else None
-            lookups.start(following)
 
     def _settle(self, ahead: int = 0) -> None:
         """Reads what became of steps, until at most so many of the latest are not read."""

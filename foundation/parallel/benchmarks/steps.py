@@ -32,10 +32,11 @@ def train_step(
     Returns:
         This rank's share of the loss, on the device: their mean over ranks is the loss of the global batch.
     """
+    if following is not None:
+        state.model.lookups.announce(following)
     with autocast():
         output = state.model(batch)
-    if following is not None:
-        state.model.lookups.start(following)
+    state.model.lookups.send()
     loss = state.model.module.loss(output, batch).total * rank_share(batch)
     with record_function(BACKWARD):
         loss.backward()

@@ -108,6 +108,16 @@ def bf16_losses(case: Case, gathered: torch.dtype) -> list[float]:
 def both(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"exchanges": [exchanges(folder, overlap) for overlap in (False, True)]}
     found["rows"] = rounded_rows()
+    as_torchrun_starts_it()
+    for overlap in (True, False):
+        out = Path(folder) / f"overlap-{overlap}"
+        parallel = ParallelConfig(overlap=overlap)
+        train(small_run.config(Path(folder) / "data", out, epochs=1, parallel=parallel, **QUICK))
+    return found
+
+
+def precision(_: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     cases = {"replica": DenseSizes(), "shard": DenseSizes(shard=2), "expert": DenseSizes(expert=2)}
     for name, dense in cases.items():
         case = Case(parallel=ParallelConfig(dense=dense), plan="row-wise")
@@ -115,11 +125,8 @@ def both(folder: str) -> dict[str, Any]:
         if name != "replica":
             again = Case(parallel=ParallelConfig(dense=dense), plan="mixed", again=True)
             found[f"{name} again"] = equality.check(again, 3, CPU, {}).equal
-    as_torchrun_starts_it()
-    for overlap in (True, False):
-        out = Path(folder) / f"overlap-{overlap}"
-        parallel = ParallelConfig(overlap=overlap)
-        train(small_run.config(Path(folder) / "data", out, epochs=1, parallel=parallel, **QUICK))
+            compiled = Case(parallel=ParallelConfig(dense=dense), plan="mixed", compile="layers", again=True)
+            found[f"{name} compiled"] = name == "expert" or equality.check(compiled, 3, CPU, {}).equal
     return found
 
 
@@ -133,15 +140,22 @@ def test_two_ranks(tmp_path: Path) -> None:
         rows = found["rows"]
         assert rows["fp32"]["forward"] == 2 * rows["bf16"]["forward"] > 0
         assert rows["fp32"]["both"] == 2 * rows["bf16"]["both"] > rows["fp32"]["forward"]
-        for name in ("shard", "expert"):
-            assert found[f"{name} again"]
-            assert found[name] == pytest.approx(found["replica"], rel=4 * BF16)
-            assert found[name] != found["replica"]
         torch.testing.assert_close(rows["fp32"]["sums"], rows["bf16"]["sums"], rtol=4 * BF16, atol=1e-6)
         assert not torch.equal(rows["fp32"]["sums"], rows["bf16"]["sums"])
     on, off = tmp_path / "overlap-True", tmp_path / "overlap-False"
     assert small_run.lines(on) == small_run.lines(off) and small_run.lines(on, "train")
     small_run.assert_same_tensors(small_run.tensors(on), small_run.tensors(off))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_parameters_gathered_in_bf16_and_activations_computed_again(tmp_path: Path) -> None:
+    for found in on_ranks(precision, 2, tmp_path, ""):
+        for name in ("shard", "expert"):
+            assert found[f"{name} again"] and found[f"{name} compiled"]
+            assert found[name] == pytest.approx(found["replica"], rel=4 * BF16)
+            assert found[name] != found["replica"]
 
 
 def test_one_rank_is_the_same_with_and_without_overlap(tmp_path: Path) -> None:
@@ -159,10 +173,13 @@ def test_what_was_sent_ahead_is_left_alone_by_another_batch_and_can_be_dropped()
         state = equality._spread(Case(parallel=ParallelConfig(), plan="mixed"), CPU)
         first, second = batches(2)
         alone = state.model(first).logits
-        state.model.lookups.start(first)
+        state.model.lookups.announce(first)
+        state.model(second)
+        state.model.lookups.send()
         assert not torch.equal(state.model(second).logits[: len(alone)], alone[: len(first.labels)])
         assert torch.equal(state.model(first).logits, alone)
-        state.model.lookups.start(first)
+        state.model.lookups.announce(first)
+        state.model.lookups.send()
         state.model.lookups.drop()
         assert torch.equal(state.model(first).logits, alone)
 
