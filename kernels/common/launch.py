@@ -27,6 +27,9 @@ from kernels.common.launcher import Variant
 WIDEST = 256
 """The largest head width of the kernels."""
 
+LONG = 256
+"""Least mean number of queries and keys, as a power of two, of the kernels for long sequences."""
+
 Config = dict[str, Any]
 
 
@@ -281,10 +284,10 @@ def _streams(signature: Signature) -> bool:
 
 
 def _long(signature: Signature) -> bool:
-    """Whether ``forward_long`` takes these tensors."""
+    """Whether the kernels for long sequences take these tensors. On short ones their tiles of 128 rows are no gain."""
     wide = signature.width == signature.value_width and signature.width in (64, 128)
     plain = not signature.broadcast and not signature.dense and signature.dtype != torch.float32
-    return wide and plain and _descriptors_fit(signature)
+    return wide and plain and min(signature.queries, signature.keys) >= LONG and _descriptors_fit(signature)
 
 
 @cache

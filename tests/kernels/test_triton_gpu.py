@@ -105,14 +105,13 @@ def test_streamed_queries(width: int, blocks: int) -> None:
 def test_long_sequences(act: str, causal: bool, window: int, width: int, block: int, overlap: bool) -> None:
     """The other kernel scheduled by hand, with grouped heads, more tiles than programs, and NaN in a neighbour."""
     lengths = [*LENGTHS, *[70, 300] * 150]
-    dtype = torch.bfloat16 if width == 128 else torch.float16
-    (q, _, _), offsets = packed(lengths, 4, width, dtype, 0)
+    (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
     keys = torch.tensor(lengths)
     if not causal:
         keys = torch.randint(0, 500, (offsets.numel() - 1,))
         keys[:3] = torch.tensor([0, 1, 256])
     kv_offsets = offsets_from_lengths(keys).cuda()
-    k, v = (torch.randn(int(kv_offsets[-1]), 2, width, device="cuda").mul_(0.5).to(dtype) for _ in range(2))
+    k, v = (torch.randn(int(kv_offsets[-1]), 2, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
     config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
     options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
     clean, lse = launch.forward(Call(q, k, v, offsets, kv_offsets, *options), config)
@@ -122,7 +121,7 @@ def test_long_sequences(act: str, causal: bool, window: int, width: int, block: 
     else:
         want, want_lse = softmax_reference.forward(*exact, 0.3, causal, window)
         assert torch.allclose(lse.double(), want_lse, atol=1e-4)
-    same(clean, want, dtype)
+    same(clean, want, torch.bfloat16)
     for x, where in ((q, offsets), (k, kv_offsets), (v, kv_offsets)):
         x[where[2] : where[3]] = torch.nan
     other, _ = launch.forward(Call(q, k, v, offsets, kv_offsets, *options), config)
@@ -137,15 +136,14 @@ def test_long_sequences(act: str, causal: bool, window: int, width: int, block: 
 ])  # fmt: skip
 def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width: int) -> None:
     lengths = [*LENGTHS, *[70, 300] * 150]
-    dtype = torch.bfloat16 if width == 128 else torch.float16
-    (q, _, _), offsets = packed(lengths, 4, width, dtype, 0)
+    (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
     keys = torch.tensor(lengths)
     if not causal:
         keys = torch.randint(0, 500, (offsets.numel() - 1,))
         keys[:3] = torch.tensor([0, 1, 256])
     kv_offsets = offsets_from_lengths(keys).cuda()
-    k, v = (torch.randn(int(kv_offsets[-1]), 4, width, device="cuda").mul_(0.5).to(dtype) for _ in range(2))
-    grad = torch.randn(q.shape, device="cuda").to(dtype)
+    k, v = (torch.randn(int(kv_offsets[-1]), 4, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    grad = torch.randn(q.shape, device="cuda").bfloat16()
     by_hand = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
     options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
     runs = []
@@ -167,7 +165,7 @@ def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width:
                     grad.double(), *exact, *softmax_reference.forward(*exact, *choice), *choice
                 )
             for got, expected in zip(runs[0], want, strict=True):
-                same(got, expected, dtype)
+                same(got, expected, torch.bfloat16)
     for clean, other, again, where in zip(*runs, (offsets, kv_offsets, kv_offsets), strict=True):
         assert torch.equal(clean[: where[2]], other[: where[2]])
         assert torch.equal(clean[where[3] :], other[where[3] :])
