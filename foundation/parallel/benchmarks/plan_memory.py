@@ -166,17 +166,23 @@ def main(arguments: list[str]) -> None:
     config: MemoryConfig = parse_config(MemoryConfig, arguments, name="plan_memory")
     if not torch.cuda.is_available():
         raise SystemExit("plan_memory: needs a CUDA device")
-    results = []
+    results: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(len(config.presets), mp_context=mp.get_context("spawn")) as pool:
-        plans = [pool.submit(planned, config, preset) for preset in config.presets]
-        real = [measured(config, preset) for preset in config.presets]
-        for preset, found, waiting in zip(config.presets, real, plans, strict=True):
-            plan, terms = waiting.result()
-            print(f"{preset}: planned {plan.most / 1e9:.3f} GB, measured {found.most / 1e9:.3f} GB", end="")
-            print(f" ({plan.most / found.most - 1:+.1%})")
+        plans = {preset: pool.submit(planned, config, preset) for preset in config.presets}
+        for preset in config.presets:
+            found = measured(config, preset)
+            print(f"{preset}: measured {found.most / 1e9:.3f} GB", flush=True)
+            results[preset] = {"measured": _plain(found)}
+            _write(config, results)
+            plan, terms = plans[preset].result()
+            print(f"{preset}: planned {plan.most / 1e9:.3f} GB, {plan.most / found.most - 1:+.1%}", flush=True)
             for name in ("rest", "forward", "forward_most", "backward_most", "optimizer_most"):
-                print(f"  {name:15} {getattr(plan, name) / 1e9:9.3f} {getattr(found, name) / 1e9:9.3f}")
-            results.append({"preset": preset, "planned": _plain(plan), "measured": _plain(found), "terms": terms})
+                print(f"  {name:15} {getattr(plan, name) / 1e9:9.3f} {getattr(found, name) / 1e9:9.3f}", flush=True)
+            results[preset] |= {"planned": _plain(plan), "terms": terms}
+            _write(config, results)
+
+
+def _write(config: MemoryConfig, results: dict[str, dict[str, Any]]) -> None:
     if config.out:
         Path(config.out).write_text(json.dumps(results, indent=1) + "\n")
 
