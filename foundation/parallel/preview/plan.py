@@ -25,7 +25,7 @@ from foundation.parallel.placement import TableSize, place_tables
 from foundation.parallel.plan import collections_of, tables_of
 from foundation.parallel.preview.devices import DeviceMemory
 from foundation.parallel.preview.load import Requests
-from foundation.parallel.preview.memory import memory_of
+from foundation.parallel.preview.memory import OUTSIDE, memory_of
 from foundation.parallel.preview.rehearsal import Rehearsal, rehearse
 from foundation.parallel.preview.report import to_page, to_text
 from foundation.parallel.preview.result import PlacedTable, Plan
@@ -206,4 +206,6 @@ def _advice(largest: str) -> str:
         return "more ranks to a table group (parallel.sparse.shard), or smaller tables"
     if largest in ("dense weights", "AdamW moments", "gradients", "gathered by FSDP", "gradients on their way"):
         return "cut the dense part over more ranks (parallel.dense.shard, parallel.dense.expert)"
+    if largest == OUTSIDE:
+        return "a GPU with more memory, or a smaller reserve_gb"
     return "a smaller reader.batch_size, or activation_memory_gb"
