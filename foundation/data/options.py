@@ -78,7 +78,11 @@ def _add_fields(parser: Any, config_class: type, prefix: str, default: Any = Non
     """
     from docstring_parser import parse
 
-    described = {item.arg_name: item.description for item in parse(config_class.__doc__ or "").params}
+    described = {
+        item.arg_name: item.description
+        for base in reversed(config_class.__mro__)
+        for item in parse(base.__doc__ or "").params
+    }
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         hint, key = hints[field.name], f"{prefix}{field.name}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from foundation.data import settings
+from foundation.data.balance import MARGIN
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write
 from foundation.data.schema import Schema
@@ -116,7 +117,8 @@ def work_out(config: PlanConfig) -> Plan:
     if config.gpu_memory_gb:
         memory = DeviceMemory(bytes=config.gpu_memory_gb * 1e9, speed=memory.speed)
     schema, rows, requests = _data(config)
-    batch = requests.batch(schema, rows, config.reader.batch_size)
+    impressions = _impressions(config, requests)
+    batch = requests.batch(schema, rows, impressions)
 
     def step(again: set[str]) -> Rehearsal:
         return rehearse(
@@ -143,8 +145,11 @@ def work_out(config: PlanConfig) -> Plan:
     tables = _table_sizes(config, schema, rows)
     owner = place_tables(tables, config.sparse.row_wise_from, groups.table_shard)
     held = memory_of(rehearsal, groups, tables, owner, config.ema, config.precision, config.reserve_gb * 1e9)
-    tokens = requests.tokens(schema, groups.world, config.reader.batch_size).sum(1)
+    tokens = requests.tokens(schema, groups.world, impressions).sum(1)
     imbalance = float(tokens.max() / tokens.mean()) if tokens.any() else 1.0
+    if config.reader.balance != "none":
+        # Batches come to their window's mean, which spreads less than a batch by the root of their number.
+        imbalance = 1 + (imbalance - 1) / max(1, config.reader.shuffle_window // impressions) ** 0.5
     collectives = traffic_of(rehearsal, groups, tables, owner, config.parallel, config.precision, config.shares.links)
     time = step_time(rehearsal, groups, collectives, peak, memory, config.shares, imbalance)
     return Plan(
@@ -164,7 +169,7 @@ def work_out(config: PlanConfig) -> Plan:
         collectives=tuple(collectives),
         time=time,
         flops=TRAINING * rehearsal.flops,
-        samples_per_second=groups.world * config.reader.batch_size / time.step,
+        samples_per_second=groups.world * impressions / time.step,
         mfu=TRAINING * rehearsal.flops / time.step / peak,
     )
 
@@ -183,6 +188,16 @@ def _data(config: PlanConfig) -> tuple[Schema, dict[str, int], Requests]:
     if config.most_rows:
         rows = {name: min(count, config.most_rows) for name, count in rows.items()}
     return schema, rows, requests
+
+
+def _impressions(config: PlanConfig, requests: Requests) -> int:
+    """Impressions of a batch, fewer where its events are limited."""
+    reader = config.reader
+    if not reader.max_tokens:
+        return reader.batch_size
+    of_request = sum(requests.events.values())
+    each = of_request if reader.balance == "impression" else of_request / requests.impressions
+    return max(1, min(reader.batch_size, int(reader.max_tokens / max(1e-9, MARGIN * each))))
 
 
 def _table_sizes(config: PlanConfig, schema: Schema, rows: dict[str, int]) -> list[TableSize]:

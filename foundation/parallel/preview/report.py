@@ -95,8 +95,10 @@ def summary(plan: Plan) -> str:
 
 def imbalance(plan: Plan) -> str:
     """One sentence."""
+    more = plan.memory.terms["activations"] * (plan.token_imbalance - 1)
     return (
-        f"heaviest rank over mean: tables {plan.table_imbalance:.2f}, events of a step {plan.token_imbalance:.2f}"
+        f"heaviest rank over mean: tables {plan.table_imbalance:.2f}, events of a step {plan.token_imbalance:.2f}, with "
+        f"{(plan.memory.total + more) / 1e9:,.1f} GB at most"
         f"{'; computed again: ' + str(len(plan.again)) + ' modules' if plan.again else ''}"
     )
 
