@@ -97,8 +97,8 @@ def imbalance(plan: Plan) -> str:
     """One sentence."""
     more = plan.memory.terms["activations"] * (plan.token_imbalance - 1)
     return (
-        f"heaviest rank over mean: tables {plan.table_imbalance:.2f}, events of a step {plan.token_imbalance:.2f}, with "
-        f"{(plan.memory.total + more) / 1e9:,.1f} GB at most"
+        f"heaviest rank over mean: tables {plan.table_imbalance:.2f}, events of a step {plan.token_imbalance:.2f}, "
+        f"with {(plan.memory.total + more) / 1e9:,.1f} GB"
         f"{'; computed again: ' + str(len(plan.again)) + ' modules' if plan.again else ''}"
     )
 

@@ -110,6 +110,14 @@ def test_recomputing_lowers_what_is_kept(planned: Planned) -> None:
     assert some.parameters == everything.parameters
 
 
+def test_a_limit_on_events_makes_batches_smaller_and_balance_makes_ranks_alike(planned: Planned) -> None:
+    ranks = ("--topology", "topology/one-host-8")
+    plain = planned(*ranks)
+    bounded = planned(*ranks, "--reader.balance", "request", "--reader.max_tokens", "128")
+    assert sum(bounded.kept.values()) < sum(plain.kept.values())
+    assert 1 <= bounded.token_imbalance < plain.token_imbalance
+
+
 def test_a_rehearsal_holds_what_autograd_saves() -> None:
     schema = small_schema()
     rows = table_rows(schema, 1000)
