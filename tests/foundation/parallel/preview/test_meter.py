@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from foundation.parallel.preview.meter import COPIES, Meter
 
@@ -32,6 +34,31 @@ def test_what_a_small_network_holds_is_counted_exactly() -> None:
             assert meter.moved["first"] == 2 * BLOCK + weight + 2 * BLOCK
         del hidden, loss
         assert meter.held() == {}
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 128), nn.Softmax(-1)
+    )
+
+
+def test_the_most_that_is_held_is_what_the_allocator_hands_out() -> None:
+    model, x = network(), torch.randn(1024, 256)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = model(x).square().sum()
+        loss.backward()
+    held = most = 0
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    with FakeTensorMode():
+        model, x = network(), torch.empty(1024, 256)
+        with Meter([model.parameters()], [x]) as meter:
+            loss = model(x).square().sum()
+            loss.backward()
+    planned = max(other + sum(gradients) for gradients, other in meter.frontier.items())
+    assert most > 1e7 and planned == pytest.approx(most, rel=1e-3)
 
 
 def test_copies_of_weights_for_products_are_named() -> None:
