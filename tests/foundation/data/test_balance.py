@@ -195,6 +195,16 @@ def test_no_batch_has_more_events_than_allowed_and_the_latest_are_kept(dataset: 
     assert reader.counters.get("histories", {}).get("cut to max_tokens", 0) == cut
 
 
+def test_drop_last_leaves_out_batches_that_are_not_full(dataset: Dataset) -> None:
+    shares = [read(dataset, rank, 2, drop_last=True) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1]) > 3
+    seen = ids(shares[0] + shares[1])
+    assert len(set(seen)) == len(seen) < len(ids(read(dataset)))
+    assert all(
+        batch.item.rows > 32 - 8 * 2 for share in shares for batch in share
+    )  # a base batch lacks two rows at most
+
+
 def test_a_run_goes_on_where_it_stopped_with_another_number_of_ranks(dataset: Dataset) -> None:
     config = ReaderConfig(batch_size=16, base_batch=4, balance="request", max_tokens=12, workers=0)
     seen, states = [], []
