@@ -29,7 +29,16 @@ import torch
 
 from foundation.parallel.benchmarks.cluster_parts import EVERY, SAVED, Options, ways
 
-LIMITS = {"equality": 60.0, "weak": 45.0, "strong": 30.0, "trace": 40.0, "save": 25.0, "resume": 30.0, "survive": 60.0}
+LIMITS = {
+    "links": 20.0,
+    "equality": 60.0,
+    "weak": 45.0,
+    "strong": 30.0,
+    "trace": 40.0,
+    "save": 25.0,
+    "resume": 30.0,
+    "survive": 60.0,
+}
 """Seconds that a part may take, by its kind."""
 START = 60.0
 """Seconds that processes may take to start."""
@@ -238,7 +247,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--most_rows", type=int, default=1_000_000)
-    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")

@@ -120,6 +120,8 @@ class Rank:
         found: dict[str, Any]
         if kind == "equality":
             found = self.equality()
+        elif kind == "links":
+            found = self.links()
         elif kind in ("weak", "strong"):
             found = self.speed(ways(self.world)[which], strong=kind == "strong")
         elif kind == "trace":
@@ -132,6 +134,9 @@ class Rank:
             assert kind == "survive", part
             found = self.survive()
         self.tell(part=part, found=found)
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
 
     def equality(self) -> dict[str, Any]:
         """Every combination against one process, in float32."""
@@ -144,6 +149,25 @@ class Rank:
             worst, count = max(worst, outcome.loss, outcome.weight, outcome.state), count + 1
             unequal += [] if outcome.equal else [name]
         return {"cases": count, "largest difference": worst, "unequal": unequal}
+
+    def links(self) -> dict[str, float]:
+        """GB/s that a rank sends in large collectives, with nothing else going on."""
+        sent = torch.ones(2**26 if self.cuda else 2**20, device=self.device)
+        received, share = torch.empty_like(sent), (self.world - 1) / self.world
+        found = {}
+        for name, times, call in (
+            ("all-reduce", 2 * share, lambda: dist.all_reduce(received)),
+            ("all-to-all", share, lambda: dist.all_to_all_single(received, sent)),
+        ):
+            seconds = []
+            for _ in range(6):
+                self._wait()
+                start = time.perf_counter()
+                call()
+                self._wait()
+                seconds.append(time.perf_counter() - start)
+            found[f"{name} GB/s"] = times * 4 * sent.numel() / sorted(seconds)[2] / 1e9
+        return found
 
     def speed(self, way: ParallelConfig, strong: bool = False) -> dict[str, Any]:
         """Steps per second; batches are on the device already."""
@@ -237,6 +261,11 @@ class Rank:
         state.ema.update(step + 1)
         return mean_loss(loss)
 
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
     def _sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -253,9 +282,6 @@ class _Bench:
 
     def __init__(self, rank: Rank, way: ParallelConfig, requests: int) -> None:
         options, self.rank, self.way = rank.options, rank, way
-        gc.collect()
-        if rank.cuda:
-            torch.cuda.empty_cache()
         schema = Schema.load(options.schema)
         rows = table_rows(schema, options.most_rows)
         shape = StepConfig(
@@ -283,7 +309,7 @@ class _Bench:
 
     def steps(self, count: int, last: bool = True) -> float:
         """Seconds of some steps, together; with `last` no ids are sent out behind the last one."""
-        self._wait()
+        self.rank._wait()
         start = time.perf_counter()
         loss = torch.zeros(())
         for left in range(count, 0, -1):
@@ -291,7 +317,7 @@ class _Bench:
             following = self.batches[(self.done + 1) % BATCHES] if self.way.overlap and (left > 1 or not last) else None
             loss = train_step(self.state, batch, following, self._autocast)
             self.done += 1
-        self._wait()
+        self.rank._wait()
         seconds = time.perf_counter() - start
         self.loss = mean_loss(loss)
         return seconds
@@ -306,11 +332,6 @@ class _Bench:
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.rank.device.type, torch.bfloat16)
-
-    def _wait(self) -> None:
-        if self.rank.cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
 
 
 def main() -> None:
