@@ -234,6 +234,17 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
     }
 
 
+def together(ranks: int) -> list[list[str]]:
+    """Parts by launch: what is compared starts from fresh processes."""
+    first, second, *others = ways(ranks)
+    return [
+        ["links", f"weak:{first}", f"trace:{first}", "save", "equality"],
+        [f"weak:{second}", f"trace:{second}"],
+        [f"strong:{first}"],
+        *([f"weak:{way}"] for way in others),
+    ]
+
+
 def main() -> None:
     """Runs everything and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -259,20 +270,10 @@ def main() -> None:
         raise SystemExit(f"{options.out} is not empty")
     options.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(options, limit)
-    wanted = [f"weak:{way}" for way in ways(ranks)]
-    parts = [
-        wanted[0],
-        "trace:replica",
-        "save",
-        wanted[1],
-        "equality",
-        "trace:no overlap",
-        "strong:replica",
-        *wanted[2:],
-    ]
     if not only or "weak:replica" in only:
         launcher.run(1, ["weak:replica"], first_limit=90.0)
-    launcher.run(ranks, [part for part in parts if not only or part in only], first_limit=60.0)
+    for parts in together(ranks):
+        launcher.run(ranks, [part for part in parts if not only or part in only], first_limit=60.0)
     if not only or "resume" in only:
         resume_elsewhere(launcher, ranks)
     if not only or "survive" in only:
