@@ -236,12 +236,11 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
 
 def together(ranks: int) -> list[list[str]]:
     """Parts by launch: what is compared starts from fresh processes."""
-    first, second, *others = ways(ranks)
+    first, *others = ways(ranks)
     return [
         ["links", f"weak:{first}", f"trace:{first}", "save", "equality"],
-        [f"weak:{second}", f"trace:{second}"],
         [f"strong:{first}"],
-        *([f"weak:{way}"] for way in others),
+        *([f"weak:{way}", f"trace:{way}"] for way in others),
     ]
 
 
