@@ -217,6 +217,7 @@ def backward(
     delta = None if lse is None else lse.new_empty(lse.shape)
     where = (call.q_offsets, call.kv_offsets)
     taken = torch.zeros(2, -(-heads // 4) * 4, dtype=torch.int32, device=q.device)  # rows of whole 16 bytes
+    tensors: tuple[Tensor | None, ...]
     if of_queries is not None:
         tensors = (q, k, v, grad, out, dq, lse, delta, *where)
         if "KEPT" in of_queries.constants:
