@@ -37,8 +37,6 @@ from foundation.training.activations import Cost, choose
 from foundation.training.peaks import peak_flops
 from foundation.training.train import TrainConfig
 
-OUT = Path("plan")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig(TrainConfig):
@@ -46,7 +44,7 @@ class PlanConfig(TrainConfig):
 
     Args:
         dataset: whose sizes count; empty: those that `schema`, `impressions` and `events` state.
-        out: folder for `plan.json` and `plan.html`; they are written if it is not the default.
+        out: folder for `plan.json` and `plan.html`; without it nothing is written.
         schema: of the data, where there is no dataset.
         impressions: of a request, where there is no dataset.
         events: of a request on average over all sequences, before they are cut, where there is no dataset.
@@ -60,7 +58,7 @@ class PlanConfig(TrainConfig):
     """
 
     dataset: str = ""
-    out: Path = OUT
+    out: Path | None = None  # type: ignore[assignment]
     schema: str = "configs/datasets/streams.yaml"
     impressions: float = 8.0
     events: float = 512.0
@@ -92,7 +90,7 @@ def plan(config: PlanConfig) -> Plan:
     settings.show(config, "plan")
     found = work_out(config)
     print(to_text(found), end="")
-    if config.out != OUT:
+    if config.out is not None:
         config.out.mkdir(parents=True, exist_ok=True)
         atomic_write(config.out / "plan.json", json.dumps(found.plain(), indent=1) + "\n")
         to_page(found, config.out / "plan.html")
