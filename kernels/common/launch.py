@@ -216,16 +216,17 @@ def backward(
     dq = q.new_empty(rows, dtype=torch.float32 if shared else q.dtype)
     delta = None if lse is None else lse.new_empty(lse.shape)
     where = (call.q_offsets, call.kv_offsets)
-    taken = torch.zeros(2, -(-heads // 4) * 4, dtype=torch.int32, device=q.device)  # rows of whole 16 bytes
     tensors: tuple[Tensor | None, ...]
     if of_queries is not None:
         tensors = (q, k, v, grad, out, dq, lse, delta, *where)
         if "KEPT" in of_queries.constants:
-            of_queries.start(_programs(q.device, heads), (*tensors, taken[0]), call.all_numbers())
+            taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+            of_queries.start(_programs(q.device, heads), (*tensors, taken), call.all_numbers())
         else:
             of_queries.start(call.q_tiles(of_queries.constants["BLOCK_Q"]) * heads, tensors, call.numbers())
     if "KEPT" in of_keys.constants:
-        tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken[1])
+        taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+        tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken)
         of_keys.start(_programs(q.device, heads), tensors, call.all_numbers())
     else:
         passes = of_keys.constants["PASSES"]

@@ -100,7 +100,7 @@ def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int
         assert resources(compiled)["stack"] < 512, "a few registers may spill, not the accumulators"
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(64, 1), (128, 1), (128, 2)])
+@pytest.mark.parametrize(("width", "blocks"), [(64, 1), (128, 1), pytest.param(128, 2, marks=pytest.mark.slow)])
 def test_streaming_kernel_compiles_for_hopper(width: int, blocks: int) -> None:
     config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 5, "TMA": True, "num_warps": 4}
     compiled = build("forward_stream", config, "gelu_tanh", width, 90)
@@ -110,7 +110,12 @@ def test_streaming_kernel_compiles_for_hopper(width: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "overlap", "block"), [("softmax", True, 128), ("gelu_tanh", True, 128), ("silu", False, 64)]
+    ("act", "overlap", "block"),
+    [
+        ("softmax", True, 128),
+        pytest.param("gelu_tanh", True, 128, marks=pytest.mark.slow),
+        pytest.param("silu", False, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_long_kernel_compiles_for_hopper(act: str, overlap: bool, block: int) -> None:
     config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
@@ -120,8 +125,16 @@ def test_long_kernel_compiles_for_hopper(act: str, overlap: bool, block: int) ->
     assert resources(compiled)["stack"] < 64
 
 
-@pytest.mark.parametrize("act", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("kernel", ["backward_long_q", "backward_long_kv"])
+@pytest.mark.parametrize(
+    ("kernel", "act"),
+    [
+        ("backward_long_kv", "softmax"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("backward_long_kv", "gelu_tanh"), ("backward_long_q", "softmax"), ("backward_long_q", "silu"))
+        ),
+    ],
+)
 def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     compiled = build(kernel, {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}, act, 128, 90)
     assert compiled.metadata.shared <= SHARED_MEMORY
