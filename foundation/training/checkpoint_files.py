@@ -83,12 +83,12 @@ def write_checkpoint(
     final, temporary = folder / step_name(step), folder / f"{step_name(step)}.tmp"
     rank, what = _rank(), f"cannot write checkpoint {final}"
     advice = "; the checkpoints before it are untouched" if (folder / "latest").is_file() else ""
-    with _together(what, cleanup=temporary, group=group, advice=advice):
+    with together(what, cleanup=temporary, group=group, advice=advice):
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     writer = HashingWriter(temporary, on_device=any(_on_device(value) for value in tensors.values()))
-    with _together(what, cleanup=temporary, group=group, advice=advice):
+    with together(what, cleanup=temporary, group=group, advice=advice):
         with quiet():
             planner = SavePlanner()
             dcp.save(
@@ -98,7 +98,7 @@ def write_checkpoint(
         atomic_write(own, json.dumps(rank_state))
         written = writer.files | {own.name: {"bytes": own.stat().st_size, "sha256": sha256_file(own)}}
     files = {name: entry for part in _gather(written, group) for name, entry in part.items()}
-    with _together(what, cleanup=temporary, group=group, advice=advice):
+    with together(what, cleanup=temporary, group=group, advice=advice):
         if rank == 0:
             commit(temporary, final, {"format": FORMAT, "step": step, **manifest, "files": files})
             atomic_write(folder / "latest", final.name)
@@ -231,7 +231,7 @@ def verify_files(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: on every rank, naming files that are missing or differ.
     """
-    with _together(""):
+    with together(""):
         problems: list[str] = []
         for number, (name, wanted) in enumerate(sorted(manifest["files"].items())):
             if number % _world() == _rank():
@@ -306,7 +306,7 @@ def read_tensors(checkpoint: Path, tensors: Tensors, among: Collection[str] | No
     ]
     if problems:
         raise CheckpointError(f"{checkpoint}: does not fit the model; {'; '.join(problems)}")
-    with _together(f"cannot read checkpoint {checkpoint}"), quiet():
+    with together(f"cannot read checkpoint {checkpoint}"), quiet():
         reader = dcp.FileSystemReader(checkpoint)
         dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), no_dist=not _distributed())
 
@@ -355,10 +355,17 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 @contextmanager
-def _together(
+def together(
     what: str, cleanup: Path | None = None, group: dist.ProcessGroup | None = None, advice: str = ""
 ) -> Iterator[None]:
-    """Runs a block on every rank; if it fails on one, every rank raises a CheckpointError with the first reason."""
+    """Runs a block on every rank; if it fails on one, every rank raises a CheckpointError with the first reason.
+
+    Args:
+        what: what the message starts with.
+        cleanup: a folder that rank 0 removes then.
+        group: the ranks' process group; None takes the default one.
+        advice: what the message ends with.
+    """
     reason: tuple[str, bool] | None = None
     bug: Exception | None = None
     try:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from foundation.parallel.pieces import Sharded, Spread
-from foundation.training.checkpoint_files import Tensors, prune, step_name, write_checkpoint
+from foundation.training.checkpoint_files import Tensors, prune, step_name, together, write_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +148,8 @@ class CheckpointWriter:
         self, step: int, tensors: Tensors, rank_state: Mapping[str, Any], manifest: Mapping[str, Any], best: bool
     ) -> None:
         write_checkpoint(self.folder, step, tensors, rank_state, manifest, best=best, group=self._group)
-        prune(self.folder, self._config.keep, self._config.keep_every)
+        with together(f"cannot remove old checkpoints of {self.folder}", group=self._group):
+            prune(self.folder, self._config.keep, self._config.keep_every)
 
     def _stalled(self, started: float) -> None:
         self.stall_seconds = time.perf_counter() - started

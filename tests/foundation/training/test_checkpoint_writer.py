@@ -114,6 +114,17 @@ def test_a_background_save_that_fails_is_reported_at_the_next_one_or_at_the_end(
     assert find_checkpoint(tmp_path).name == "step-00000001"
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "step-00000001")
+
+    monkeypatch.setattr(writer_module, "prune", refuse)
+    message = r"cannot remove old checkpoints of .*Permission denied: 'step-00000001'"
+    with pytest.raises(CheckpointError, match=message), CheckpointWriter(tmp_path, CheckpointConfig()) as writer:
+        writer.save(2, {"model.a": torch.ones(3)}, {}, {})
+    assert find_checkpoint(tmp_path).name == "step-00000002"
+
+
 def test_a_crash_of_training_waits_for_the_running_save_and_is_not_hidden_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
