@@ -22,6 +22,6 @@ def test_torchrun_restarts_a_killed_rank_from_the_last_checkpoint(tmp_path: Path
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
     done = subprocess.run([*torchrun, *driver], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed from step 4 of 8" in " ".join(done.stderr.split())
+    assert "resumed from step 4 of 6" in " ".join(done.stderr.split())
     assert small_run.lines(tmp_path / "killed") == small_run.lines(tmp_path / "whole")
     small_run.assert_same_tensors(small_run.tensors(tmp_path / "killed"), small_run.tensors(tmp_path / "whole"))
