@@ -12,12 +12,14 @@ def join_ranks(backend: str, timeout: timedelta | None = None) -> None:
     """Makes the default process group of the ranks of `torchrun`.
 
     Restarted ranks get the store of those before them (torch 2.13), with addresses that nobody listens at any more, and
-    would fail to connect. So every start has keys of its own.
+    would fail to connect (https://github.com/pytorch/pytorch/issues/135712). So every start has keys of its own, on one
+    host: several count restarts each for themselves, and need `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` instead.
 
     Args:
         backend: gloo or nccl.
         timeout: of collectives; None takes torch's.
     """
     store, rank, world = next(iter(dist.rendezvous("env://")))
-    own = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

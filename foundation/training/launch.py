@@ -67,8 +67,6 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
         join_ranks(backend)
     elif not existed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif not existed and _restarted_on_one_host():
-        _initialise_again("nccl" if kind == "cuda" else "gloo")
     fabric.launch()
     try:
         yield fabric
@@ -82,21 +80,3 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
     finally:
         if not existed:
             dist.destroy_process_group()
-
-
-def _restarted_on_one_host() -> bool:
-    """Whether torchrun has started these ranks again and shares the store that it used before."""
-    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return again and all(os.environ.get(name) == value for name, value in variables.items())
-
-
-def _initialise_again(backend: str) -> None:
-    """A process group whose keys are of this start; torch's own would find the addresses of the ranks that are gone.
-
-    https://github.com/pytorch/pytorch/issues/135712. Hosts count restarts each for themselves, so this is for one.
-    """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=False)
-    store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
