@@ -19,7 +19,11 @@ PADDED = 1 << 22
 
 
 def shard_dense(
-    model: nn.Module, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, gathered: torch.dtype = torch.float32
+    model: nn.Module,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    gathered: torch.dtype = torch.float32,
+    reduced: torch.dtype = torch.float32,
 ) -> None:
     """Cuts parameters, their gradients and optimizer states over ranks, in place.
 
@@ -30,7 +34,8 @@ def shard_dense(
         model: its tables are TorchRec's already, its arms hold their own blocks only where there is an expert mesh.
         mesh: `[shard]`, or `[replica, shard]` for HSDP.
         expert_mesh: `[replica, shard]` of the ranks that hold the same blocks; None without expert parallelism.
-        gathered: what whole parameters are; their parts stay in float32, in which gradients are reduced.
+        gathered: what whole parameters are; their parts stay in float32.
+        reduced: what gradients travel and are summed in.
 
     Raises:
         ValueError: a parameter cannot be cut evenly, naming it, its shape and the number of ranks.
@@ -39,7 +44,7 @@ def shard_dense(
     ignored = set(sharded_parameters(model))
     policy = MixedPrecisionPolicy(
         param_dtype=None if gathered == torch.float32 else gathered,
-        reduce_dtype=torch.float32,
+        reduce_dtype=reduced,
         cast_forward_inputs=False,
     )
 

@@ -91,8 +91,8 @@ def parallelize(
         device: where this rank computes.
         config: sizes of the five dimensions; by default the dense part is replicated and tables have one group.
         topology: the cluster; by default the launcher's hosts, in one zone.
-        gathered: what FSDP gathers parameters in, and computes with; it keeps and reduces them in float32. bfloat16 is
-            for training under autocast to it, where matrix products round parameters anyway.
+        gathered: what FSDP gathers parameters in, and computes with; it keeps them in float32. bfloat16 is for training
+            under autocast to it, where matrix products round parameters anyway.
 
     Raises:
         ValueError: sizes that do not fit the ranks or the model, `table_lr` names a table that does not exist, a
@@ -126,7 +126,11 @@ def parallelize(
         plan=sharding_plan(collections, sparse, device.type, sharders, ranks, groups.topology.gpus_per_host),
         sharders=sharders,
         init_data_parallel=False,
-        data_parallel_wrapper=_Replicated(static_graph=False, bucket_cap_mb=_bucket_mb(model, collections)),
+        data_parallel_wrapper=_Replicated(
+            static_graph=False,
+            bucket_cap_mb=_bucket_mb(model, collections),
+            allreduce_comm_precision="bf16" if config.dense.wire == "bf16" else None,
+        ),
     )
     spread.layout, spread.momentum_scale = groups, scale
     spread.lookups = Lookups(model, device)
@@ -142,7 +146,8 @@ def parallelize(
 
     if groups.shard * groups.expert > 1:
         mesh = _dense_mesh(groups, device)
-        shard_dense(model, mesh, expert_mesh and expert_mesh["replica", "shard"], gathered)
+        reduced = torch.bfloat16 if config.dense.wire == "bf16" else torch.float32
+        shard_dense(model, mesh, expert_mesh and expert_mesh["replica", "shard"], gathered, reduced)
     elif groups.world > 1:
         spread.init_data_parallel()
     return spread

@@ -108,13 +108,17 @@ class DenseSizes:
             zone. 1 keeps them whole, which is faster while they fit.
         expert: ranks over which the interaction arms' blocks are spread; every block sees the samples of all of them.
             What lies outside of the arms is cut over `shard x expert` ranks.
+        wire: how gradients travel and are summed over ranks: fp32, or rounded to bf16, half the bytes.
     """
 
     replica: int = 0
     shard: int = 1
     expert: int = 1
+    wire: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
+        if self.wire not in ("fp32", "bf16"):
+            raise ValueError(f"parallel.dense.wire: must be fp32 or bf16, got {self.wire!r}")
         for key, least in (("replica", 0), ("shard", 0), ("expert", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"parallel.dense.{key}: must be at least {least}, got {getattr(self, key)}")

@@ -82,6 +82,7 @@ def ways(world: int) -> dict[str, ParallelConfig]:
     if world > 1:
         found |= {
             "no overlap": replace(plain, overlap=False),
+            "bf16 gradients": replace(plain, dense=DenseSizes(wire="bf16")),
             "bf16 rows": replace(plain, sparse=SparseSizes(wire="bf16")),
             "shard": replace(plain, dense=DenseSizes(shard=world)),
             "expert": replace(plain, dense=DenseSizes(expert=2, shard=1 if world == 2 else world // 2)),
