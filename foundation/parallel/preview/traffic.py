@@ -53,7 +53,7 @@ def traffic_of(
     """The collectives of a step of the fullest rank, those of one rank only left out.
 
     Args:
-        config: whether ids travel early, and how rows travel.
+        config: whether ids travel early, and how rows and gradients travel.
         precision: what FSDP gathers parameters in.
         links_share: part of a link's speed that collectives reach.
     """
@@ -75,8 +75,9 @@ def traffic_of(
         return _exchange(topology, ranks, own)
 
     width = layout.shard * layout.expert
-    whole = FLOAT * float(rehearsal.rest)
-    blocks = FLOAT * float(rehearsal.blocks)
+    number = FLOAT if config.dense.wire == "fp32" else FLOAT // 2
+    whole = number * float(rehearsal.rest)
+    blocks = number * float(rehearsal.blocks)
     # Layers are gathered for the forward and again for the backward pass, what lies outside of them once.
     twice = gathered_bytes(precision) * float(rehearsal.rest + sum(rest for rest, _ in rehearsal.layers))
     twice_blocks = 2.0 * gathered_bytes(precision) * rehearsal.blocks
