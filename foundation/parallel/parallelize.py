@@ -102,6 +102,11 @@ def parallelize(
     groups = layout(config, topology or launched_topology())
     if groups.world != dist.get_world_size():
         raise ValueError(f"topology: it has {groups.world} ranks, but {dist.get_world_size()} were started")
+    replicated = groups.world > 1 and groups.shard * groups.expert == 1
+    if config.dense.wire == "bf16" and replicated and device.type != "cuda":
+        raise ValueError(
+            "parallel.dense.wire: bf16 needs CUDA where the dense part is replicated; DDP refuses it on CPU"
+        )
 
     collections = collections_of(model)
     remember_permutations()
@@ -148,7 +153,7 @@ def parallelize(
         mesh = _dense_mesh(groups, device)
         reduced = torch.bfloat16 if config.dense.wire == "bf16" else torch.float32
         shard_dense(model, mesh, expert_mesh and expert_mesh["replica", "shard"], gathered, reduced)
-    elif groups.world > 1:
+    elif replicated:
         spread.init_data_parallel()
     return spread
 
