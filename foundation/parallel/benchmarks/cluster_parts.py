@@ -82,13 +82,13 @@ def ways(world: int) -> dict[str, ParallelConfig]:
     if world > 1:
         found |= {
             "no overlap": replace(plain, overlap=False),
-            "bf16 gradients": replace(plain, dense=DenseSizes(wire="bf16")),
             "bf16 rows": replace(plain, sparse=SparseSizes(wire="bf16")),
             "shard": replace(plain, dense=DenseSizes(shard=world)),
             "expert": replace(plain, dense=DenseSizes(expert=2, shard=1 if world == 2 else world // 2)),
             "table replicas": replace(plain, sparse=SparseSizes(replicas=2)),
         }
         if torch.cuda.is_available():
+            found["bf16 gradients"] = replace(plain, dense=DenseSizes(wire="bf16"))
             found["fp8 rows"] = replace(plain, sparse=SparseSizes(wire="fp8"))
     return found
 
