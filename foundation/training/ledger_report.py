@@ -43,11 +43,11 @@ ADVICE = {
     IMPORTS: "keep the environment on a local disk and its bytecode compiled; start long runs, not many short ones",
     PROCESS_GROUP: "look at the rendezvous: name resolution, the interface of NCCL_SOCKET_IFNAME, slow hosts",
     DATASET: "fewer and larger files and row groups; a dataset on a disk near the ranks",
-    MODEL: "sparse.row_wise_from decides which tables are cut; smaller tables are drawn faster",
+    MODEL: "smaller tables, which are drawn faster; sparse.row_wise_from, which says what tables are cut over ranks",
     RESTORE: "a faster disk for checkpoints; fewer restarts",
     FIRST_BATCH: "a smaller reader.shuffle_window, or row groups of fewer rows, or more reader.workers",
     COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: layers instead of dense",
-    START_OTHER: "a longer run; the parts above say what was measured of start-up",
+    START_OTHER: "a longer run: this part of start-up has no name of its own",
     DATA: "more reader.workers and reader.prefetch, a smaller reader.shuffle_window, files nearer to the ranks",
     COMMUNICATION: "parallel.overlap, a narrower parallel.sparse.wire, tables in replica groups inside of hosts "
     "(parallel.sparse.replicas), a larger batch, less sharding of the dense part",
@@ -220,7 +220,7 @@ def _print(runs: Sequence[Efficiency], brief: bool = False) -> None:
             if not brief or not value.startswith("unknown"):
                 console.print(f"  {text}: {value}", markup=False)
         phase, seconds, advice = largest_loss(run)
-        console.print(f"  largest loss: {phase}, {duration(seconds)}; try {advice}", markup=False)
+        console.print(f"  largest loss: {phase}, {duration(seconds)}. To try: {advice}", markup=False)
 
 
 def _page(runs: Sequence[Efficiency]) -> Page:
