@@ -62,8 +62,9 @@ def test_a_frozen_trunk_forgets_nothing(runs: dict[str, Path]) -> None:
     kept = torch.tensor([surface != "stories" for surface in surfaces])
     assert kept.any()
     assert not kept.all()
-    # The adapters' product now has more columns, zeros for these surfaces: the same sum, perhaps in another order.
-    torch.testing.assert_close(before[kept], after[kept], rtol=0.0, atol=1e-7)
+    # The adapters' product now has more columns, zeros for these surfaces: the same sum, perhaps in another order, so
+    # a logit may move by a few of its last bits.
+    torch.testing.assert_close(before[kept], after[kept], rtol=8 * torch.finfo(torch.float32).eps, atol=1e-7)
     assert not torch.isclose(before[~kept], after[~kept]).any()
 
 
