@@ -1,6 +1,6 @@
 """Trains in processes that are killed with SIGKILL, again and again, and writes down what each of them did.
 
-    python -m tests.foundation.training.kill_driver FOLDER KILLS EPOCHS SEED
+    python -m tests.foundation.training.kill_driver FOLDER KILLS REQUESTS EPOCHS SEED
 
 This process imports everything once, and only that; each attempt is a fork of it. FOLDER/result.json says per attempt
 which checkpoint it went on from, which rows it saw in which step, and how it ended.
@@ -139,10 +139,15 @@ def attempt(folder: Path, out: Path, epochs: int, moment: Moment | None) -> dict
     return told
 
 
-def main(folder: Path, kills: int, epochs: int, seed: int) -> None:
+def write_data(path: Path, requests: int) -> None:
+    """The dataset; in a fork too, since Arrow starts threads."""
+    small_run.dataset(path, train_requests=requests)
+
+
+def main(folder: Path, kills: int, requests: int, epochs: int, seed: int) -> None:
     """A run that is left alone, then runs that are killed until there were so many kills, each taken to its end."""
     folder.mkdir(parents=True, exist_ok=True)
-    in_fork(lambda _: small_run.dataset(folder / "data") and None, folder / "data.log", lambda *_: None)
+    in_fork(lambda _: write_data(folder / "data", requests), folder / "data.log", lambda *_: None)
     attempts = [attempt(folder, folder / "whole", epochs, None)]
     counts = attempts[0]["counts"]
     saves, steps = counts["commit"], len(attempts[0]["steps"])

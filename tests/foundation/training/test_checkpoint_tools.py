@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import opengem
+from foundation.data.files import sha256_file
 from foundation.model.gem import GEM
 from foundation.training import origin
 from foundation.training.checkpoint import load_model
@@ -116,7 +117,7 @@ def test_resharded_checkpoints_are_bit_for_bit_the_same(made: TrainConfig, tmp_p
         assert (mine / "rank-00000.json").read_bytes() == (theirs / "rank-00000.json").read_bytes()
         run = out
     loaded = load_model(tmp_path / "3", "latest")  # which verifies the files
-    assert loaded.manifest["resharded_from"] == load_model(made.out).version
+    assert loaded.manifest["resharded_from"] == sha256_file(find_checkpoint(made.out / "checkpoints") / "manifest.json")
 
 
 @pytest.mark.parametrize(("tables", "averages"), [(False, True), (True, False)])
@@ -191,14 +192,13 @@ def test_what_another_version_wrote_and_does_not_fit_is_listed_with_that_version
 
 
 def test_a_damaged_latest_says_how_to_go_on_from_an_earlier_one(config: TrainConfig) -> None:
-    train(replace(config, checkpoint=replace(config.checkpoint, keep=9)))
     folder = config.out / "checkpoints"
+    shutil.copytree(folder / "step-00000002", folder / "step-00000001")
     shard = next(find_checkpoint(folder).glob("*.distcp"))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:50] + b"\0\0\0" + whole[53:])
-    again = replace(config, max_steps=4)
-    with pytest.raises(CheckpointError, match=rf"{shard}: its SHA-256 .*latest: there is step-00000002") as error:
-        train(again)
+    with pytest.raises(CheckpointError, match=rf"{shard}: its SHA-256 .*latest: there is step-00000001") as error:
+        train(config)
     assert f"write its name into {folder / 'latest'}" in str(error.value)
-    (folder / "latest").write_text("step-00000002")
-    assert train(again).steps == 4
+    (folder / "latest").write_text("step-00000001")
+    assert train(config).steps == 3

@@ -16,23 +16,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
-    ("kills", "epochs"),
+    ("kills", "requests", "epochs"),
     [
-        pytest.param(3, 1, id="3"),
-        pytest.param(20, 6, id="20", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param(3, 45, 2, id="3"),
+        pytest.param(20, 120, 6, id="20", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_killed_runs_equal_one_that_was_left_alone(tmp_path: Path, kills: int, epochs: int) -> None:
-    driver = [
-        sys.executable,
-        "-m",
-        "tests.foundation.training.kill_driver",
-        str(tmp_path),
-        str(kills),
-        str(epochs),
-        "7",
-    ]
-    subprocess.run(driver, check=True, cwd=ROOT)
+def test_killed_runs_equal_one_that_was_left_alone(tmp_path: Path, kills: int, requests: int, epochs: int) -> None:
+    arguments = [str(tmp_path), *map(str, (kills, requests, epochs)), "7"]
+    subprocess.run([sys.executable, "-m", "tests.foundation.training.kill_driver", *arguments], check=True, cwd=ROOT)
     whole, *attempts = json.loads((tmp_path / "result.json").read_text())
     expected = dict(whole["steps"])
     losses, weights = small_run.lines(tmp_path / "whole"), small_run.tensors(tmp_path / "whole")
