@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,15 +144,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`| head`); the exit must not try to flush to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"error: {_said(error)}", file=sys.stderr)
         return USAGE_ERROR
 
 
-def help_text() -> str:
-    """What `opengem --help` prints. Imports no stage."""
-    width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+def _said(error: Exception) -> str:
+    """What is wrong, in one line; of the system's errors the path first, under its final name."""
+    text = str(error)
+    if isinstance(error, OSError) and error.errno and error.filename:
+        final = re.sub(r"\.tmp-[^/]*-[0-9]+(-old)?", "", os.fsdecode(error.filename))
+        text = f"{final}: {error.strerror}"
+    elif isinstance(error, MemoryError):
+        text = f"there is not enough memory for sizes such as these{f' ({text})' if text else ''}"
+    return " ".join(text.split())
+
+
+def help_text(group: str = "") -> str:
+    """What `opengem --help` prints, or `opengem GROUP --help` for commands of two words. Imports no stage."""
+    names = _group(group) if group else list(COMMANDS)
+    width = max(map(len, names))
+    rows = "\n".join(f"  {name:<{width}}  {COMMANDS[name].help}" for name in names)
     return (
         "usage: opengem COMMAND [--config FILE] [--OPTION VALUE ...]\n\n"
         "From impression logs to a served, calibrated ranking.\n\n"
@@ -188,6 +201,9 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text(), end="")
         return 0
+    if len(arguments) == 2 and arguments[1] in ("-h", "--help") and _group(arguments[0]):
+        print(help_text(arguments[0]), end="")
+        return 0
     name, rest = _split_command(arguments)
     from foundation.data.options import parse_config
 
@@ -204,13 +220,18 @@ def _named(command: Command, arguments: list[str]) -> list[str]:
     return [text for name, value in named for text in (f"--{name}", value)] + arguments[count:]
 
 
+def _group(word: str) -> list[str]:
+    """Commands of two words that begin with this one."""
+    return [name for name in COMMANDS if name.split()[0] == word != name]
+
+
 def _split_command(arguments: list[str]) -> tuple[str, list[str]]:
     """Finds the longest command name, one word or two, that the arguments start with."""
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
             return name, arguments[words:]
-    group = [name for name in COMMANDS if name.split()[0] == arguments[0]]
+    group = _group(arguments[0])
     if group:
         raise ValueError(f"`opengem {arguments[0]}` needs one of: {', '.join(group)}")
     raise ValueError(f"there is no command {arguments[0]!r}; commands are: {', '.join(COMMANDS)}")

@@ -98,6 +98,12 @@ def test_help_imports_no_stage() -> None:
         assert f"  {name}" in result.stdout and command.help in result.stdout
 
 
+def test_help_of_commands_of_two_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert opengem.main(["checkpoint", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint inspect" in shown and "prepare" not in shown
+
+
 def test_config_from_options() -> None:
     arguments = ["--out", "x", "--rate", "1", "--sizes", "[4,5]", "--weights", "{a: 2}", "--weights.b", "3"]
     arguments += ["--items", "4"]
@@ -127,10 +133,14 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--out", "x", "--nope", "1"], "nope"),
-        (["--out", "x", "--rate", "high"], "rate"),
+        (["--out", "x", "--inner.widht", "1"], r"--inner\.widht 1; the nearest option is inner\.width"),
+        (["--out", "x", "--rate", "high"], r"^rate: expected a number, got high \(`opengem test --help`"),
+        (["--out", "x", "--rate", "nan"], r"^rate: expected a number, got nan"),
+        (["--out", "x", "--items", "2.5"], r"^items: expected a whole number or null, got 2\.5"),
+        (["--out", "x", "--weights", "x"], r"^weights: expected a mapping, got x"),
         (["--rate", "1"], "out"),
         (["--out", "x", "--inner.width", "0"], r"inner.width must be at least 1, is 0"),
-        (["--out", "x", "--config", "does/not/exist"], "config does/not/exist does not exist"),
+        (["--out", "x", "--config", "does/not/exist"], "config: does/not/exist does not exist"),
     ],
 )
 def test_wrong_options_name_the_option(arguments: list[str], message: str) -> None:
@@ -143,6 +153,23 @@ def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
     file.write_text("out: x\ninner: {depth: 5}\n")
     with pytest.raises(ValueError, match="depth"):
         parse_config(Config, ["--config", str(file)], name="test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("depth: 1", "Option 'depth' is not accepted"),
+        ("rate: [", "Problems parsing config"),
+        ("- 1", "expected options and their values, such as `seed: 1`, got - 1"),
+        ("", "expected options and their values, such as `seed: 1`, got nothing"),
+    ],
+)
+def test_what_only_a_file_can_get_wrong_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(ValueError, match=rf"^{re.escape(f'{file}: {message}')}"):
+            parse_config(Config, ["--out", "x", *arguments], name="test")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +216,13 @@ def test_a_stage_error_exits_2_and_a_bug_does_not(monkeypatch: pytest.MonkeyPatc
     outcome[0] = OSError(28, "No space left on device")
     assert opengem.main(["world", "--out", "x"]) == 2
     assert "No space left on device" in capsys.readouterr().err
+    # Of the system's errors the path comes first, without the temporary name that it has until it is whole.
+    outcome[0] = PermissionError(13, "Permission denied", "/data/run.tmp-some-host-17/part-0.parquet")
+    assert opengem.main(["world", "--out", "x"]) == 2
+    assert capsys.readouterr().err == "error: /data/run/part-0.parquet: Permission denied\n"
+    outcome[0] = MemoryError("Unable to allocate 93.1 GiB")
+    assert opengem.main(["world", "--out", "x"]) == 2
+    assert "not enough memory for sizes such as these (Unable to allocate 93.1 GiB)" in capsys.readouterr().err
     outcome[0] = KeyboardInterrupt()
     assert opengem.main(["world", "--out", "x"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

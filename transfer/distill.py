@@ -127,7 +127,8 @@ def distill(config: DistillConfig) -> DistillResult:
         ValueError: the surface is not known, or no task has both classes in validation.
     """
     show(config, "distill")
-    require_free(config.out, overwrite=config.overwrite)
+    inputs = [config.dataset, config.store, config.teacher]
+    require_free(config.out, overwrite=config.overwrite, inputs=inputs)
     dataset = Dataset.open(config.dataset)
     schema = dataset.schema
     surface = None if config.surface == ALL else schema.surface_index(config.surface)
@@ -241,7 +242,7 @@ def _teacher_entry(store: LabelStore | None, shared: dict[str, dict[str, Any]]) 
 def _reader(config: DistillConfig, dataset: Dataset, split: str, surface: str | None) -> LogReader:
     settings = replace(config.reader, seed=config.reader.seed + config.seed)
     if split != "train":
-        settings = replace(settings, shuffle_window=0, drop_last=False)
+        settings = settings.in_order()
     return LogReader(dataset, split, settings, surface=surface)
 
 

@@ -5,7 +5,7 @@ One forward pass, streamed; the store appears whole or not at all. Any number of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -76,12 +76,12 @@ def score(config: ScoreConfig) -> ScoreResult:
         FileExistsError: ``out`` exists and ``overwrite`` is false.
     """
     show(config, "score")
-    require_free(config.out, overwrite=config.overwrite)
+    require_free(config.out, overwrite=config.overwrite, inputs=[config.run, config.dataset])
     device = torch.device(_device(config.device))
     dataset = Dataset.open(config.dataset)
     teacher = load_model(config.run, config.which, device)
     _check_origin(config, teacher, dataset)
-    settings = replace(config.reader, shuffle_window=0, drop_last=False)
+    settings = config.reader.in_order()
     with atomic_dir(config.out, overwrite=config.overwrite) as folder:
         writer = PartWriter(folder, dataset.schema.task_names, teacher.model.embedding_width, config.rows_per_file)
         for split in config.splits:

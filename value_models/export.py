@@ -111,7 +111,8 @@ def export(config: ExportConfig) -> ExportResult:
     inputs = model_signature(student.schema)
     outputs = output_specs(student.schema.task_names)
     served = student.calibrated()
-    with atomic_dir(config.out / name / str(version), overwrite=config.overwrite) as folder:
+    final = config.out / name / str(version)
+    with atomic_dir(final, overwrite=config.overwrite, inputs=[config.student]) as folder:
         write_onnx(student, folder / MODEL, config)
         session = Session(folder / MODEL)
         cases = parity_cases(student.schema, student.encoder.table_rows, student.sample)

@@ -132,6 +132,8 @@ class Dataset:
         source = join(path, MANIFEST)
         if not is_url(path) and not Path(path).is_dir():
             raise DatasetError(f"{path}: no such dataset folder; make one with `opengem prepare`")
+        if not is_url(path) and not Path(source).is_file():
+            raise DatasetError(f"{source}: no such file; {path} is not a dataset, make one with `opengem prepare`")
         manifest = Manifest.from_json(read_bytes(source), source)
         schema = _schema(join(path, "schema.yaml"))
         encoder = _encoder(join(path, "encoder.npz"), schema)

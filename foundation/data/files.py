@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,19 +22,23 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def atomic_dir(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_dir(
+    path: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+) -> Iterator[Path]:
     """Yields an empty temporary folder that becomes `path` when the block ends without an exception.
 
     Args:
         path: the final folder; its parents are created.
         overwrite: replace a folder that exists. The old one stays until the new one is whole.
+        inputs: as in :func:`require_free`.
 
     Raises:
         FileExistsError: `path` exists, is not empty, and `overwrite` is false. Raised before the block runs.
+        ValueError: what :func:`require_free` refuses to replace.
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
     final = Path(path)
-    require_free(final, overwrite=overwrite)
+    require_free(final, overwrite=overwrite, inputs=inputs)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(final)
     temporary.mkdir()
@@ -55,9 +59,13 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     The block must create the file. An existing `path` is replaced.
 
     Raises:
+        IsADirectoryError, NotADirectoryError: `path` is a folder, or lies below a file.
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
     final = Path(path)
+    if final.is_dir():
+        raise IsADirectoryError(f"{final} is a folder; a file is to be written there, choose another output")
+    _require_folder_above(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(final)
     try:
@@ -82,20 +90,40 @@ def atomic_write(path: str | Path, data: str | bytes) -> None:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
-def require_free(path: str | Path, *, overwrite: bool = False) -> None:
-    """Refuses an output that exists already, before any work is done.
+def require_free(path: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Refuses an output that exists already or cannot be one, before any work is done.
+
+    Args:
+        path: the output folder.
+        overwrite: it may be replaced.
+        inputs: files and folders that are read; None, an empty text and a URL are passed over. They are never replaced.
 
     Raises:
         FileExistsError: `path` is a file, or a folder with something in it, and `overwrite` is false.
-        NotADirectoryError: `path` is a file and `overwrite` is true: a folder never replaces a file.
+        NotADirectoryError: `path` lies below a file, or is one and `overwrite` is true: a folder never replaces a file.
+        ValueError: `path` is or holds an input or the current folder, and `overwrite` is true.
     """
     final = Path(path)
+    _require_folder_above(final)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not overwrite:
         raise FileExistsError(f"{final} exists; choose another output, or set overwrite to true")
     if not final.is_dir():
         raise NotADirectoryError(f"{final} is a file; a folder is to be written there")
+    for kept in (*filter(None, inputs), Path.cwd()):
+        if Path(kept).resolve().is_relative_to(final.resolve()):
+            what = "the current folder" if kept == Path.cwd() else f"{kept}, which is read"
+            raise ValueError(f"{final}: to overwrite it would remove {what}; choose another output")
+
+
+def _require_folder_above(final: Path) -> None:
+    """Raises NotADirectoryError where a file stands in the way of the folder that is to hold `final`."""
+    for above in final.parents:
+        if above.is_dir():
+            return
+        if above.exists():
+            raise NotADirectoryError(f"{above} is a file; {final} cannot be written below it, choose another output")
 
 
 def sha256_file(path: str | Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 
@@ -19,16 +20,17 @@ def require_shape(value: Any, shape: Any, key: str = "content") -> None:
 
     Args:
         value: what `json.loads` gave.
-        shape: a type; a mapping of keys that must be there to their shapes (others may be there too); a list of the
-            one shape that all elements have; or `Each`.
+        shape: a type or a union of types; a mapping of keys that must be there to their shapes (others may be there
+            too); a list of the one shape that all elements have; or `Each`.
         key: the name of the value in messages; keys below it are joined with dots.
 
     Raises:
         ValueError: naming the first key that is missing or of another type.
     """
-    kind: type = shape if isinstance(shape, type) else list if isinstance(shape, list) else dict
+    kind = shape if isinstance(shape, type | UnionType) else list if isinstance(shape, list) else dict
     if not issubclass(type(value), kind) or (type(value) is bool and kind is not bool):
-        raise ValueError(f"{key}: expected {kind.__name__}, got {type(value).__name__}")
+        name = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise ValueError(f"{key}: expected {name}, got {type(value).__name__}")
     if isinstance(shape, Each):
         for name, part in value.items():
             require_shape(part, shape.shape, f"{key}.{name}")

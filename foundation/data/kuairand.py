@@ -90,10 +90,11 @@ def prepare_kuairand(config: KuaiRandConfig) -> PrepareResult:
         OSError: the disk is full; nothing is left behind.
     """
     show(config, "prepare kuairand")
-    schema = Schema.load(preset(config.schema))
+    schema = Schema.load(preset(config.schema, "schema", "datasets"))
     files = _find_files(config)
     histories = _histories(schema)
-    with atomic_dir(config.out, overwrite=config.overwrite) as folder, working_folder(folder) as work:
+    finished = atomic_dir(config.out, overwrite=config.overwrite, inputs=[config.schema, config.source])
+    with finished as folder, working_folder(folder) as work:
         connection = connect(work, config.write.memory_gb, config.write.threads)
         try:
             with duckdb_errors():

@@ -79,6 +79,10 @@ class ReaderConfig:
         if self.max_tokens and (self.balance == "none" or self.drop_last):
             raise ValueError("reader.max_tokens: needs reader.balance, and reader.drop_last false")
 
+    def in_order(self) -> ReaderConfig:
+        """The same for reading all rows in the order of the files, as evaluation and scoring do."""
+        return replace(self, shuffle_window=0, drop_last=False, balance="none", max_tokens=0)
+
 
 class LogReader:
     """An iterable over the batches of one epoch of one rank; each iteration that ends starts the next epoch.

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+from foundation.data.option_errors import reworded
 from foundation.data.settings import preset
 
 
@@ -29,9 +31,11 @@ def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> 
 
     parser = _parser(config_class, name)
     try:
-        parsed = parser.instantiate(parser.parse_args(_resolve_presets(arguments)))
+        resolved = _resolve_presets(arguments)
+        parsed = parser.instantiate(parser.parse_args(resolved))
     except ArgumentError as error:
-        raise ValueError(f"{error} (`opengem {name} --help` lists the options)") from error
+        said = reworded(str(error), list(parser.get_defaults().keys()), _config_files(resolved))
+        raise ValueError(f"{said} (`opengem {name} --help` lists the options)") from error
     return _build(config_class, parsed)
 
 
@@ -47,7 +51,7 @@ def from_plain(config_class: type, values: Mapping[str, Any]) -> Any:
     try:
         parsed = parser.instantiate(parser.parse_object(dict(values)))
     except ArgumentError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(reworded(str(error))) from error
     return _build(config_class, parsed)
 
 
@@ -69,6 +73,12 @@ def _resolve_presets(arguments: Sequence[str]) -> list[str]:
         elif argument.startswith("--config="):
             resolved[index] = f"--config={preset(argument.removeprefix('--config='))}"
     return resolved
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    """The values of `--config`."""
+    after = [following for argument, following in pairwise(arguments) if argument == "--config"]
+    return after + [a.removeprefix("--config=") for a in arguments if a.startswith("--config=")]
 
 
 def _add_fields(parser: Any, config_class: type, prefix: str, default: Any = None) -> None:

@@ -133,9 +133,11 @@ def prepare(config: PrepareConfig) -> PrepareResult:
         OSError: the disk is full; nothing is left behind.
     """
     show(config, "prepare logs")
-    schema = Schema.load(preset(config.schema))
+    schema = Schema.load(preset(config.schema, "schema", "datasets"))
     histories = sequence_histories(schema, config.sequences)
-    with atomic_dir(config.out, overwrite=config.overwrite) as folder, working_folder(folder) as work:
+    tables = [table.path for table in (config.users, config.items, config.earlier) if table]
+    finished = atomic_dir(config.out, overwrite=config.overwrite, inputs=[config.schema, *config.log, *tables])
+    with finished as folder, working_folder(folder) as work:
         connection = connect(work, config.write.memory_gb, config.write.threads)
         try:
             with duckdb_errors():

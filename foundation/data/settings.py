@@ -64,21 +64,27 @@ def save(config: Any, path: str | Path) -> None:
     atomic_write(path, to_yaml(config))
 
 
-def preset(name: str | Path) -> Path:
+def preset(name: str | Path, key: str = "config", kind: str = "") -> Path:
     """Finds a YAML file: as given, or among the presets that come with the package.
 
     Args:
         name: a path, or a preset such as `configs/foundation/tiny.yaml` or `foundation/tiny`.
+        key: the option that names it.
+        kind: the folder of presets that the option is for; empty for all.
 
     Raises:
-        FileNotFoundError: neither exists; the message lists the presets of that folder.
+        FileNotFoundError: neither exists; the message lists the presets of that kind.
+        IsADirectoryError: it is a folder.
     """
     given = Path(name)
+    if given.is_dir():
+        at = next((given / file for file in ("config.yaml", "schema.yaml") if (given / file).is_file()), None)
+        raise IsADirectoryError(f"{key}: {name} is a folder, not a YAML file{f'; there is {at}' if at else ''}")
     if given.is_file():
         return given
     relative = Path(*given.parts[1:]) if given.parts[:1] == ("configs",) else given
     found = PRESETS / relative.with_suffix(".yaml")
     if not given.is_absolute() and found.is_file():
         return found
-    known = sorted(str(path.relative_to(PRESETS)) for path in PRESETS.rglob("*.yaml"))
-    raise FileNotFoundError(f"config {name} does not exist; presets are: {', '.join(known) or 'none'}")
+    known = sorted(str(path.relative_to(PRESETS)) for path in (PRESETS / kind).rglob("*.yaml"))
+    raise FileNotFoundError(f"{key}: {name} does not exist; presets are: {', '.join(known) or 'none'}")

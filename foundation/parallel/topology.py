@@ -63,7 +63,7 @@ class Topology:
             FileNotFoundError: there is no such file; the message lists the presets.
             ValueError: a key is not known or a value is not a number, naming file and key.
         """
-        path = settings.preset(name)
+        path = settings.preset(name, "topology", "topology")
         values = yaml.safe_load(path.read_text())
         known = {f.name: f.type for f in fields(Topology)}
         if not isinstance(values, dict):

@@ -65,8 +65,9 @@ def export_weights(config: WeightsConfig) -> WeightsResult:
     Raises:
         CheckpointError: there is no such run or checkpoint, or it is damaged.
         FileExistsError: `out` exists and `overwrite` is not set.
+        ValueError: `out` holds the run, and `overwrite` is set.
     """
-    require_free(config.out, overwrite=config.overwrite)
+    require_free(config.out, overwrite=config.overwrite, inputs=[config.run])
     checkpoint = run_checkpoint(config.run, config.which)
     manifest = read_manifest(checkpoint)
     verify_files(checkpoint, manifest)

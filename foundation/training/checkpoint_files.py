@@ -36,6 +36,14 @@ from foundation.training.hashing_writer import HashingWriter
 FORMAT = 1
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Spread]
+_OPTIONAL = {
+    "progress": {"epoch": int, "samples": int},
+    "written_by": Each(str),
+    "world_size": int,
+    "config": dict,
+    "metrics": Each(Each(dict)),
+}
+"""What a manifest may say besides, and that is read."""
 
 
 class CheckpointError(ValueError):
@@ -158,7 +166,7 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
 
     Args:
         folder: a run's `checkpoints` folder.
-        which: `latest`, `best`, or a step.
+        which: `latest`, `best`, or a step as a number or as its folder's name.
 
     Raises:
         CheckpointError: there is none; the message lists those that exist.
@@ -170,16 +178,19 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
     elif which in ("latest", "best"):
         pointer = folder / which
         if not pointer.is_file():
-            why = "; no evaluation has chosen one" if which == "best" and steps else ""
+            why = "; no evaluation has chosen one, ask for latest or a step" if which == "best" and steps else ""
             raise CheckpointError(f"{folder}: no checkpoint is called {which}{why}; {have}")
         name = pointer.read_bytes().decode(errors="replace").strip()
         if not re.fullmatch(r"step-[0-9]{8,}", name):
             raise CheckpointError(f"{pointer}: damaged, it should name a checkpoint; {have}, ask for one of them")
         path = folder / name
+    elif re.fullmatch(r"step-[0-9]+", which):
+        path = folder / which
     else:
-        raise CheckpointError(f"{folder}: a checkpoint is latest, best or a step, got {which!r}")
+        raise CheckpointError(f"{folder}: a checkpoint is latest, best or a step, got {which!r}; {have}")
     if not path.is_dir():
-        raise CheckpointError(f"{folder}: there is no checkpoint {path.name}; {have}")
+        named = f", which {folder / which} names" if which in ("latest", "best") else ""
+        raise CheckpointError(f"{folder}: there is no checkpoint {path.name}{named}; {have}")
     return path
 
 
@@ -190,7 +201,9 @@ def run_checkpoint(run: Path, which: str | int) -> Path:
         CheckpointError: there is no such run or checkpoint.
     """
     if not (run / "checkpoints").is_dir():
-        raise CheckpointError(f"{run}: not a run folder, it has no checkpoints; make one with `opengem train`")
+        above = next((path for path in run.resolve().parents if (path / "checkpoints").is_dir()), None)
+        advice = "make one with `opengem train`" if above is None else f"its run is {os.path.relpath(above)}"
+        raise CheckpointError(f"{run}: not a run folder, it has no checkpoints; {advice}")
     return find_checkpoint(run / "checkpoints", which)
 
 
@@ -219,7 +232,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             f"{path}: format {entries.get('format')!r} is not the format {FORMAT} of this version of OpenGEM{by}"
         )
     try:
-        require_shape(manifest, {"step": int, "files": Each({"bytes": int, "sha256": str})}, "manifest")
+        optional = {key: shape for key, shape in _OPTIONAL.items() if key in manifest}
+        require_shape(manifest, {"step": int, "files": Each({"bytes": int, "sha256": str}), **optional}, "manifest")
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged; {error}") from None
     return dict(manifest)

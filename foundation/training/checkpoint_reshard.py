@@ -75,8 +75,9 @@ def reshard(config: ReshardConfig) -> ReshardResult:
     Raises:
         CheckpointError: there is no such run or checkpoint, it is damaged, or it has too few rows for so many files.
         FileExistsError: `out` exists and `overwrite` is not set.
+        ValueError: `out` holds the run, and `overwrite` is set.
     """
-    require_free(config.out, overwrite=config.overwrite)
+    require_free(config.out, overwrite=config.overwrite, inputs=[config.run])
     source = run_checkpoint(config.run, config.which)
     manifest = read_manifest(source)
     verify_files(source, manifest)
@@ -100,7 +101,10 @@ def reshard(config: ReshardConfig) -> ReshardResult:
                 shutil.copyfile(source / name, temporary / name)
                 files[name] = entry
         commit(temporary, folder / source.name, {**manifest, "resharded_from": _version(source), "files": files})
-        atomic_write(folder / "latest", source.name)
+        pointers = [source.parent / name for name in ("best", "latest")]
+        for pointer in pointers:
+            if pointer.name == "latest" or (pointer.is_file() and pointer.read_text().strip() == source.name):
+                atomic_write(folder / pointer.name, source.name)
     written = config.out / "checkpoints" / source.name
     print(f"{written}: {_total(entries):,} bytes of tensors in {config.files} files")
     return ReshardResult(checkpoint=written, bytes=_total(entries))

@@ -139,7 +139,9 @@ def read_efficiency(run: Path, baseline: Baseline | None = None) -> Efficiency:
         raise LedgerError(f"{run}: there is no such run folder; `opengem train` makes one")
     path = run / LEDGER
     if not path.is_file():
-        raise LedgerError(f"{run}: has no {LEDGER}; the run was not made by this version of `opengem train`")
+        raise LedgerError(
+            f"{run}: has no {LEDGER}, so it is not the folder of a run of this version of `opengem train`"
+        )
     try:
         lines = whole_lines(path)
     except ValueError as error:
@@ -161,6 +163,8 @@ def read_baseline(path: Path) -> Baseline:
             raise LedgerError(f"{path}: a baseline is a run of one rank, this one has {alone.world}")
         rate = alone.samples_per_second
         return Baseline(source=str(path), mfu=alone.compute_mfu, samples_per_second=rate)
+    if not path.is_file():
+        raise LedgerError(f"{path}: there is no such run or file; the step benchmark writes one with --out")
     try:
         found = json.loads(path.read_text())
         layers = {name: (float(row["seconds"]), row["mfu"]) for name, row in found["local"].items()}

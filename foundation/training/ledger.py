@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from foundation.data.json_shape import Each, require_shape
 from foundation.training.energy import EnergyMeter
 from foundation.training.phases import (
     CLOCKED,
@@ -32,6 +33,7 @@ from foundation.training.phases import (
     FIRST_BATCH,
     OPTIMIZER,
     OTHER,
+    PHASES,
     REPEATED,
     STEP,
     PhaseClock,
@@ -326,6 +328,41 @@ def _of_ranks(ranks: torch.Tensor) -> dict[str, Any]:
     }
 
 
+_NUMBER = int | float
+_LINE = {"kind": str, "at": _NUMBER, "seconds": Each(_NUMBER)}
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "start": {
+        "format": int,
+        "started": _NUMBER,
+        "restarts": int,
+        "world": int,
+        "step": int,
+        "samples": int,
+        "device": str,
+        "peak": _NUMBER | None,
+        "precision": str,
+        "energy_unknown": str,
+    },
+    "interval": {"step": int, "steps": int, "repeated": int},
+    "evaluation": {"ne": _NUMBER | None},
+    "end": {"ended": str},
+}
+"""What each kind of line holds, as far as it is read back."""
+_WHOLE = {
+    "interval": {
+        "samples": int,
+        "tokens": _NUMBER,
+        "flops": _NUMBER,
+        "padding": _NUMBER | None,
+        "joules": _NUMBER | None,
+        "slow": dict | None,
+        "token_imbalance": _NUMBER | None,
+        "time_imbalance": _NUMBER | None,
+    }
+}
+"""And an interval that has ended."""
+
+
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a ledger, without a last one that a kill cut off; none if there is no file.
 
@@ -341,11 +378,17 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             line = json.loads(text)
-            line["kind"], line["at"], line["seconds"]
-        except (ValueError, KeyError, TypeError):
+            require_shape(line, _LINE, "line")
+            require_shape(line, _OF_KIND.get(line["kind"], {}), line["kind"])
+            if "samples" in line:
+                require_shape(line, _WHOLE.get(line["kind"], {}), line["kind"])
+            if foreign := line["seconds"].keys() - set(PHASES):
+                raise ValueError(f"seconds: no phase is called {min(foreign)}")
+        except ValueError as error:
             if number == len(texts):
                 break
-            raise ValueError(f"{path}: line {number} is damaged; remove it, or the file") from None
+            why = "not JSON" if isinstance(error, UnicodeDecodeError | json.JSONDecodeError) else error
+            raise ValueError(f"{path}: line {number} is damaged ({why}); remove it, or the file") from None
         lines.append(line)
     if lines and (lines[0]["kind"] != "start" or lines[0].get("format") != FORMAT):
         raise ValueError(f"{path}: is not a ledger of format {FORMAT}")

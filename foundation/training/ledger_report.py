@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foundation.data.files import atomic_write
-from foundation.training.efficiency import Efficiency, read_baseline, read_efficiency
+from foundation.training.efficiency import Efficiency, LedgerError, read_baseline, read_efficiency
 from foundation.training.phases import (
     AWAY,
     CHECKPOINT,
@@ -86,6 +86,8 @@ def report(config: ReportConfig) -> None:
     Raises:
         LedgerError: there is no such run, or a ledger or the baseline cannot be used.
     """
+    if config.against is not None and config.against.resolve() == config.run.resolve():
+        raise LedgerError(f"against: {config.against} is the same run as {config.run}; name another, or only one")
     baseline = read_baseline(config.baseline) if config.baseline else None
     runs, page = [read_efficiency(config.run, baseline)], PAGE
     if config.against is not None:

@@ -16,6 +16,7 @@ from foundation.parallel.parallelize import rescale_momentum
 from foundation.training.checkpoint_files import (
     MANIFEST,
     CheckpointError,
+    find_checkpoint,
     read_manifest,
     read_rank_state,
     read_tensors,
@@ -44,6 +45,40 @@ FREE = (
     "reader.workers",
     "reader.prefetch",
 )
+
+
+def resumable(checkpoints: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint to go on from, and its manifest.
+
+    Args:
+        checkpoints: a run's folder of them, with a `latest`.
+
+    Raises:
+        CheckpointError: it cannot be used; the message says from which others the run can go on.
+    """
+    try:
+        path = find_checkpoint(checkpoints)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_instead(checkpoints)}") from None
+    try:
+        return path, read_manifest(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_instead(checkpoints, path)}") from None
+
+
+def ended_early(run: Path) -> bool:
+    """Whether a folder is of a run that ended before its first checkpoint, which starts over.
+
+    Raises:
+        CheckpointError: it has checkpoints, but nothing says which one is the latest.
+    """
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return False
+    if any(path.suffix != ".tmp" for path in folder.glob("step-*")):
+        raise CheckpointError(f"{folder / 'latest'}: is missing. {_instead(folder)}")
+    others = {path.name for path in run.iterdir()} - {"checkpoints", "ledger.jsonl"}
+    return not others or "config.yaml" in others
 
 
 def resume_from(
@@ -82,7 +117,7 @@ def resume_from(
     try:
         verify_files(checkpoint, saved)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_instead(checkpoint)}") from None
+        raise CheckpointError(f"{error}. {_instead(checkpoint.parent, checkpoint)}") from None
     try:
         read_tensors(checkpoint, state.tensors())
     except CheckpointError as error:
@@ -120,13 +155,13 @@ def _check_config(
         )
 
 
-def _instead(checkpoint: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    folder = checkpoint.parent
-    others = sorted(path.name for path in folder.glob("step-*") if path.suffix != ".tmp" and path != checkpoint)
+def _instead(folder: Path, damaged: Path | None = None) -> str:
+    """What to do about a damaged checkpoint, or a damaged `latest`."""
+    others = sorted(path.name for path in folder.glob("step-*") if path.suffix != ".tmp" and path != damaged)
     if not others:
         return "There is no other checkpoint: train anew with overwrite true"
-    return f"To go on from an earlier one, write its name into {folder / 'latest'}: there is {', '.join(others)}"
+    earlier = "an earlier" if damaged else "another"
+    return f"To go on from {earlier} one, write its name into {folder / 'latest'}: there is {', '.join(others)}"
 
 
 def _filled(saved: Any, complete: Any) -> Any:

@@ -49,7 +49,7 @@ from foundation.training.optimizer import DenseConfig
 from foundation.training.origin import config_hash, other_code, written_by
 from foundation.training.peaks import device_peak
 from foundation.training.phases import DATASET, IMPORTS, MODEL, PROCESS_GROUP, RESTORE, command_start
-from foundation.training.resume import resume_from
+from foundation.training.resume import ended_early, resumable, resume_from
 from foundation.training.rng import seed_all, untouched_rng
 from foundation.training.run_log import RunLog, finite, print_summary
 from foundation.training.schedule import ScheduleConfig
@@ -185,8 +185,8 @@ def train(config: TrainConfig) -> TrainResult:
         dataset = Dataset.open(config.dataset)
     checkpoints = config.out / "checkpoints"
     fresh = not (config.resume and (checkpoints / "latest").is_file())
-    if fresh and not (config.resume and checkpoints.is_dir()):  # a run that ended before its first checkpoint
-        require_free(config.out, overwrite=config.overwrite)
+    if fresh and not (config.resume and ended_early(config.out)):
+        require_free(config.out, overwrite=config.overwrite, inputs=[config.dataset, config.init_from])
     with ExitStack() as stack:
         stack.enter_context(full_disk_named(config.out))
         with ledger.phase(PROCESS_GROUP):
@@ -194,7 +194,7 @@ def train(config: TrainConfig) -> TrainResult:
                 device=config.device,
                 precision=config.precision,
                 log_folder=config.out / "tensorboard",
-                log_from=0 if fresh else read_manifest(find_checkpoint(checkpoints))["step"] + 1,
+                log_from=0 if fresh else resumable(checkpoints)[1]["step"] + 1,
             )
             fabric = stack.enter_context(processes)
         fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
@@ -373,7 +373,7 @@ def _validation(config: TrainConfig, dataset: Dataset, rank: int, world: int) ->
     evaluation = config.evaluation
     if not dataset.split(evaluation.split).rows:
         return None
-    reader = replace(config.reader, batch_size=evaluation.batch_size, shuffle_window=0, drop_last=False)
+    reader = replace(config.reader.in_order(), batch_size=evaluation.batch_size)
     names = dataset.schema
     empty: dict[str, Any] = {"auc": 0.0, "gauc": 0.0, "ne": 0.0}
     surfaces = {surface: empty for surface in ("all", *names.surface_names)}

@@ -99,7 +99,7 @@ def planned(config: MemoryConfig, preset: str) -> tuple[Bytes, dict[str, float]]
 
 def measured(config: MemoryConfig, preset: str) -> Bytes:
     """Trains a few steps on the device."""
-    schema = Schema.load(settings.preset(config.schema))
+    schema = Schema.load(settings.preset(config.schema, "schema", "datasets"))
     rows = table_rows(schema, config.most_rows)
     requests = Requests.stated(schema, config.impressions, config.events, 1.0)
     with (

@@ -179,7 +179,7 @@ def _data(config: PlanConfig) -> tuple[Schema, dict[str, int], Requests]:
         rows = dict(dataset.encoder.table_rows)
         schema, requests = dataset.schema, Requests.of_dataset(dataset, config.sigma)
     else:
-        schema = Schema.load(settings.preset(config.schema))
+        schema = Schema.load(settings.preset(config.schema, "schema", "datasets"))
         rows = table_rows(schema)
         rows |= {table.name: config.vocabulary for table in schema.tables if not table.rows}
         requests = Requests.stated(schema, config.impressions, config.events, config.sigma)

@@ -158,6 +158,11 @@ def ids(batches: list[EncodedBatch]) -> list[int]:
     return [i for batch in batches for i in batch.impression_id.tolist()]
 
 
+def test_reading_in_order_balances_nothing() -> None:
+    config = ReaderConfig(batch_size=32, balance="request", max_tokens=20, workers=0)
+    assert config.in_order() == ReaderConfig(batch_size=32, shuffle_window=0, workers=0)
+
+
 @pytest.mark.parametrize("balance", ["request", "impression"])
 def test_the_reader_yields_the_same_rows_in_more_equal_batches(dataset: Dataset, balance: str) -> None:
     plain, even = read(dataset, balance="none"), read(dataset, balance=balance)

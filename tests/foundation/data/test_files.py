@@ -72,6 +72,42 @@ def test_a_dir_never_replaces_a_file(tmp_path: Path) -> None:
         require_free(tmp_path / "out", overwrite=True)
 
 
+def test_inputs_and_the_current_folder_are_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "file").write_text("kept")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (run, tmp_path / "runs", Path("../runs")):
+        with pytest.raises(ValueError, match=r"to overwrite it would remove .*a, which is read; choose another output"):
+            require_free(out, overwrite=True, inputs=[None, "", "s3://bucket/a", run])
+        with (
+            pytest.raises(ValueError, match="which is read"),
+            atomic_dir(out, overwrite=True, inputs=[str(run / "*.csv")]),
+        ):
+            raise AssertionError
+    (tmp_path / "here" / "file").write_text("kept")
+    for out in (Path("."), tmp_path):
+        with pytest.raises(ValueError, match="would remove the current folder"):
+            require_free(out, overwrite=True)
+    assert (run / "file").is_file()
+    require_free(tmp_path / "runs", overwrite=True, inputs=[tmp_path / "other"])
+    require_free(run / "new", overwrite=True, inputs=[run])
+
+
+def test_what_stands_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    for out in (tmp_path / "file" / "out", tmp_path / "file" / "more" / "out"):
+        with pytest.raises(NotADirectoryError, match=rf"^{tmp_path / 'file'} is a file; {out} cannot be written below"):
+            require_free(out)
+        with pytest.raises(NotADirectoryError, match=rf"^{tmp_path / 'file'} is a file; {out} cannot be written below"):
+            atomic_write(out, "text")
+    with pytest.raises(IsADirectoryError, match=r"folder is a folder; a file is to be written there"):
+        atomic_write(tmp_path / "folder", "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
 def test_killed_process_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
     code = (
         "import os, sys; from foundation.data.files import atomic_dir\n"

@@ -17,6 +17,13 @@ def test_what_fits_passes() -> None:
     require_shape(GOOD | {"tasks": [], "files": {}}, SHAPE)
 
 
+def test_unions() -> None:
+    for value in (1, 1.5, None):
+        require_shape({"peak": value}, {"peak": int | float | None})
+    with pytest.raises(ValueError, match=r"^content\.peak: expected int \| float \| None, got str$"):
+        require_shape({"peak": "high"}, {"peak": int | float | None})
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -60,6 +60,15 @@ def test_presets_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.M
     assert preset("datasets/synthetic-small") == expected
     with pytest.raises(FileNotFoundError, match=r"presets are: .*synthetic-small"):
         preset("datasets/nope")
+    with pytest.raises(FileNotFoundError, match=r"^topology: nope does not exist; presets are: topology/512"):
+        preset("nope", "topology", "topology")
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(IsADirectoryError, match=r"config: run is a folder, not a YAML file$"):
+        preset("run")
+    (run / "config.yaml").write_text("{}")
+    with pytest.raises(IsADirectoryError, match=r"run is a folder, not a YAML file; there is run/config.yaml"):
+        preset("run")
     mine = tmp_path / "mine.yaml"
     mine.write_text("{}")
     assert preset(mine) == mine

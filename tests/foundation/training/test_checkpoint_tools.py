@@ -191,6 +191,59 @@ def test_what_another_version_wrote_and_does_not_fit_is_listed_with_that_version
         train(config)
 
 
+def test_a_step_is_asked_for_by_number_or_by_name(made: TrainConfig) -> None:
+    for which in ("2", "step-00000002"):
+        assert inspect_checkpoint(InspectConfig(run=made.out, which=which)).checkpoint.name == "step-00000002"
+    with pytest.raises(CheckpointError, match=r"not a run folder, it has no checkpoints; its run is .*run"):
+        inspect_checkpoint(InspectConfig(run=made.out / "checkpoints"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("progress", 5), ("written_by", []), ("world_size", "two")])
+def test_what_inspect_reads_of_a_damaged_manifest_is_named(config: TrainConfig, key: str, value: Any) -> None:
+    edit(config, lambda manifest: manifest.update({key: value}))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json: damaged; manifest\.{key}: expected"):
+        inspect_checkpoint(InspectConfig(run=config.out))
+
+
+def test_a_run_is_never_replaced_by_what_is_made_of_it(config: TrainConfig) -> None:
+    for out in (config.out, config.out.parent):
+        with pytest.raises(ValueError, match="which is read; choose another output"):
+            reshard(ReshardConfig(run=config.out, out=out, files=1, overwrite=True))
+        with pytest.raises(ValueError, match="which is read; choose another output"):
+            export_weights(WeightsConfig(run=config.out, out=out, which="latest", overwrite=True))
+    assert (config.out / "manifest.json").is_file()
+
+
+def test_checkpoints_without_a_latest_are_not_thrown_away(config: TrainConfig) -> None:
+    folder = config.out / "checkpoints"
+    for text, why in ((None, r"latest: is missing"), ("step-00000009", r"there is no checkpoint step-00000009, which")):
+        (folder / "latest").unlink(missing_ok=True)
+        if text is not None:
+            (folder / "latest").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{why}.* write its name into .*latest: there is step-00000002"):
+            train(config)
+    assert find_checkpoint(folder, 2).is_dir()
+
+
+def test_balanced_training_resumes(config: TrainConfig, tmp_path: Path) -> None:
+    reader = replace(config.reader, balance="request", base_batch=4, max_tokens=60)
+    even = replace(config, out=tmp_path / "even", reader=reader, max_steps=4)
+    assert train(even).best_step == 4
+    cut = replace(config, out=tmp_path / "cut", reader=reader, max_steps=2)
+    train(cut)
+    train(replace(cut, max_steps=4))
+    losses = [[line["loss"] for line in small_run.lines(run.out, "train")] for run in (even, cut)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_resume_leaves_a_folder_alone_that_is_no_run(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "mine" / "notes").write_text("kept")
+    with pytest.raises(FileExistsError, match="mine exists"):
+        train(replace(config, out=tmp_path / "mine"))
+    assert (tmp_path / "mine" / "notes").is_file()
+
+
 def test_a_damaged_latest_says_how_to_go_on_from_an_earlier_one(config: TrainConfig) -> None:
     folder = config.out / "checkpoints"
     shutil.copytree(folder / "step-00000002", folder / "step-00000001")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 import opengem
-from foundation.training.efficiency import read_baseline, read_efficiency
+from foundation.training.efficiency import LedgerError, read_baseline, read_efficiency
 from foundation.training.ledger import whole_lines
 from foundation.training.ledger_report import ADVICE, ReportConfig, figures, largest_loss, report
 from foundation.training.phases import (
@@ -178,7 +179,9 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path, capsys: pytest.Capture
     for arguments, message in (
         (["report", str(tmp_path / "none")], "none: there is no such run folder"),
         (["report", str(tmp_path / "empty")], "has no ledger.jsonl"),
-        (["report", str(damaged)], "ledger.jsonl: line 2 is damaged"),
+        (["report", str(damaged)], "ledger.jsonl: line 2 is damaged (line.kind: is missing); remove it"),
+        (["report", str(run), str(run / ".." / "run")], "is the same run as"),
+        (["report", str(run), "--baseline", str(tmp_path / "none.json")], "none.json: there is no such run or file"),
         (["report", str(new)], "is empty"),
         (["report", str(other)], "not a ledger of format 1"),
         (["report"], "run"),
@@ -189,6 +192,27 @@ def test_what_cannot_be_reported_is_named(tmp_path: Path, capsys: pytest.Capture
         assert opengem.main(arguments) == 2, arguments
         assert message in capsys.readouterr().err, arguments
     assert whole_lines(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("start", {"world": "x"}, "start.world: expected int, got str"),
+        ("start", {"device": None}, "start.device: expected str, got NoneType"),
+        ("interval", {"steps": None}, "interval.steps: expected int, got NoneType"),
+        ("interval", {"samples": "many"}, "interval.samples: expected int, got str"),
+        ("interval", {"at": "noon"}, "line.at: expected int | float, got str"),
+        ("interval", {"seconds": 5}, "line.seconds: expected dict, got int"),
+        ("interval", {"seconds": {"lunch": 5.0}}, "seconds: no phase is called lunch"),
+    ],
+)
+def test_a_line_that_does_not_fit_is_named(tmp_path: Path, kind: str, change: dict[str, Any], message: str) -> None:
+    lines = example()
+    number = next(place for place, line in enumerate(lines) if line["kind"] == kind)
+    lines[number] = {**lines[number], **change}
+    run = run_folder(tmp_path / "run", lines)
+    with pytest.raises(LedgerError, match=rf"line {number + 1} is damaged \({re.escape(message)}\); remove it"):
+        read_efficiency(run)
 
 
 def test_durations_and_bars() -> None:
