@@ -111,7 +111,7 @@ def require_free(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
         raise FileExistsError(f"{final} exists; choose another output, or set overwrite to true")
     if not final.is_dir():
         raise NotADirectoryError(f"{final} is a file; a folder is to be written there")
-    for kept in (*filter(None, inputs), Path.cwd()):
+    for kept in (*(path for path in inputs if path), Path.cwd()):
         if Path(kept).resolve().is_relative_to(final.resolve()):
             what = "the current folder" if kept == Path.cwd() else f"{kept}, which is read"
             raise ValueError(f"{final}: to overwrite it would remove {what}; choose another output")
