@@ -89,6 +89,7 @@ class Ledger:
         self._torch_device = torch.device("cpu")
         self._file: int | None = None
         self._path: Path | None = None
+        self._epoch = 0.0  # what makes times of day of `time.perf_counter()`
         self._offset = self._length = 0
         self._furthest = 0
         self._before = dict.fromkeys(CLOCKED, 0.0)  # seconds by phase when the interval began
@@ -257,9 +258,9 @@ class Ledger:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._file, self._offset)
-        age = time.perf_counter() - self.clock.start
+        self._epoch = time.time() - time.perf_counter()
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        first = {"kind": "start", "format": FORMAT, "started": time.time() - age, "restarts": restarts}
+        first = {"kind": "start", "format": FORMAT, "started": self._epoch + self.clock.start, "restarts": restarts}
         self.clock.charge()
         self._write({**first, **facts, "energy_unknown": self._meter.unknown if self._meter else ""}, whole=True)
         self._before = dict(self.clock.seconds)
@@ -276,7 +277,8 @@ class Ledger:
         """Writes over the current line, which is done when `whole`; phases go with it when `timed`."""
         assert self._file is not None
         seconds = {name: round(value, 6) for name, value in self._since().items() if value > 0.0 and timed}
-        text = json.dumps({**line, "at": round(time.time(), 6), "seconds": seconds})
+        at = self._epoch + self.clock.charged_at  # what the seconds go up to, however long ago that was
+        text = json.dumps({**line, "at": round(at, 6), "seconds": seconds})
         data = f"{text.ljust(self._length - 1)}\n".encode()  # spaces, where the line that it replaces was longer
         self._put(data)
         self._length = len(data)

@@ -73,7 +73,8 @@ class PhaseClock:
         self._stack = [START_OTHER]
         self._contexts = {name: _Phase(self, name) for name in CLOCKED}
         self.start = time.perf_counter() if start is None else start
-        self._mark = self.start
+        self.charged_at = self.start
+        """`time.perf_counter()` of that change."""
 
     def phase(self, name: str) -> _Phase:
         """A context in which the time is the phase's."""
@@ -100,8 +101,8 @@ class PhaseClock:
         name = self._stack[-1]
         if self.steps_are is not None and name in STEP:
             name = self.steps_are
-        self.seconds[name] += now - self._mark
-        self._mark = now
+        self.seconds[name] += now - self.charged_at
+        self.charged_at = now
 
     def move(self, name: str) -> None:
         """Charges everything so far to one phase."""
