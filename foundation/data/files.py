@@ -65,7 +65,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     final = Path(path)
     if final.is_dir():
         raise IsADirectoryError(f"{final} is a folder; a file is to be written there, choose another output")
-    _require_folder_above(final)
+    require_folder_above(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(final)
     try:
@@ -104,7 +104,7 @@ def require_free(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
         ValueError: `path` is or holds an input or the current folder, and `overwrite` is true.
     """
     final = Path(path)
-    _require_folder_above(final)
+    require_folder_above(final)
     if not final.exists() or (final.is_dir() and not any(final.iterdir())):
         return
     if not overwrite:
@@ -117,7 +117,7 @@ def require_free(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
             raise ValueError(f"{final}: to overwrite it would remove {what}; choose another output")
 
 
-def _require_folder_above(final: Path) -> None:
+def require_folder_above(final: Path) -> None:
     """Raises NotADirectoryError where a file stands in the way of the folder that is to hold `final`."""
     for above in final.parents:
         if above.is_dir():

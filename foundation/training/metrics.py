@@ -246,7 +246,7 @@ def pick(results: Results, metric: str) -> float:
     )
     if not known:
         raise ValueError(
-            f"metric {metric!r} is not TASK/SURFACE/NAME with TASK one of {', '.join(['mean', *results])}, "
+            f"evaluation.metric: {metric!r} is not TASK/SURFACE/NAME with TASK one of {', '.join(['mean', *results])}, "
             f"SURFACE one of {', '.join(surfaces)} and NAME one of {', '.join(LARGER_IS_BETTER)}"
         )
     tasks = list(results) if parts[0] == "mean" else [parts[0]]

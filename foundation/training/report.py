@@ -30,6 +30,7 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-
 th, td { padding: .4rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { color: var(--quiet); font-weight: 600; border-bottom: 2px solid var(--line); }
 th.text, td.text { text-align: left; }
+td.text { white-space: normal; min-width: 9rem; }
 tr.strong td { font-weight: 600; background: #f2f8fc; }
 figure { margin: .5rem 0 0; }
 figure svg { max-width: 100%; height: auto; display: block; margin: 0 auto; }

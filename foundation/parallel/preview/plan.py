@@ -17,7 +17,7 @@ import torch
 from foundation.data import settings
 from foundation.data.balance import MARGIN
 from foundation.data.dataset import Dataset
-from foundation.data.files import atomic_write
+from foundation.data.files import atomic_write, require_folder_above
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import table_rows
 from foundation.model.flops import TRAINING
@@ -37,6 +37,9 @@ from foundation.training.activations import Cost, choose
 from foundation.training.peaks import peak_flops
 from foundation.training.train import TrainConfig
 
+_MOST_VALUES = 1e8
+"""Impressions and events of a batch, whose lengths and ids are held in memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig(TrainConfig):
@@ -45,6 +48,8 @@ class PlanConfig(TrainConfig):
     Args:
         dataset: whose sizes count; empty: those that `schema`, `impressions` and `events` state.
         out: folder for `plan.json` and `plan.html`; without it nothing is written.
+        resume: as in `train`; nothing is resumed here.
+        overwrite: as in `train`; a plan replaces its own two files and nothing else.
         schema: of the data, where there is no dataset.
         impressions: of a request, where there is no dataset.
         events: of a request on average over all sequences, before they are cut, where there is no dataset.
@@ -87,8 +92,10 @@ def plan(config: PlanConfig) -> Plan:
         ValueError: sizes that do not fit the topology, the model or one another, or a model that does not fit a GPU;
             the message has the numbers.
     """
-    settings.show(config, "plan")
+    if config.out is not None:
+        require_folder_above(config.out / "plan.json")
     found = work_out(config)
+    settings.show(config, "plan")
     print(to_text(found), end="")
     if config.out is not None:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -107,7 +114,12 @@ def plan(config: PlanConfig) -> Plan:
 def work_out(config: PlanConfig) -> Plan:
     """The plan alone; raises as `plan` does, but for a model that does not fit."""
     topology = Topology.load(config.topology) if config.topology else Topology()
-    groups = layout(config.parallel, topology)
+    try:
+        groups = layout(config.parallel, topology)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}{'' if config.topology else '; topology: none is given, so there is one GPU'}"
+        ) from None
     memory = DeviceMemory.of(config.gpu)
     peak = peak_flops(config.gpu, config.precision)
     if peak is None:
@@ -116,6 +128,12 @@ def work_out(config: PlanConfig) -> Plan:
         memory = DeviceMemory(bytes=config.gpu_memory_gb * 1e9, speed=memory.speed)
     schema, rows, requests = _data(config)
     impressions = _impressions(config, requests)
+    values = impressions * (1 + sum(requests.events.values()) / requests.impressions)
+    if values > _MOST_VALUES:
+        raise ValueError(
+            f"reader.batch_size: {impressions:,} impressions and their events are more than a plan can count with "
+            f"({values:.2g} of {_MOST_VALUES:.2g}); plan a smaller batch"
+        )
     batch = requests.batch(schema, rows, impressions)
 
     def step(again: set[str]) -> Rehearsal:

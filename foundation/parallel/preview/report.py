@@ -85,8 +85,9 @@ def table_rows(plan: Plan) -> Rows:
 def summary(plan: Plan) -> str:
     """One sentence."""
     numbers = sum(t.rows * t.dim for t in plan.tables)
+    gpus = "1 GPU" if plan.layout.world == 1 else f"{plan.layout.world:,} GPUs"
     return (
-        f"{plan.layout.world:,} GPUs, {plan.parameters / 1e6:,.1f} M dense parameters, {numbers / 1e9:,.3f} G numbers "
+        f"{gpus}, {plan.parameters / 1e6:,.1f} M dense parameters, {numbers / 1e9:,.3f} G numbers "
         f"in tables; {plan.memory.total / 1e9:,.1f} of {plan.capacity / 1e9:,.1f} GB a GPU; "
         f"{plan.time.step * 1e3:,.1f} ms a step, bound by {plan.time.bound}; "
         f"{plan.samples_per_second:,.0f} impressions/s, MFU {plan.mfu:.1%}"

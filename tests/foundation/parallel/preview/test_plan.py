@@ -164,6 +164,10 @@ def test_a_dataset_says_what_its_requests_are_like(tmp_path: Path) -> None:
         (("--topology", "topology/one-host-8", "--parallel.dense.expert", "8"), ["expert", "8 ranks", "1 blocks"]),
         (("--gpu_memory_gb", "4"), ["GB do not fit a GPU of 4.0 GB", "the most is outside of the allocator"]),
         (("--impressions", "0"), ["impressions", "at least 1"]),
+        (("--parallel.dense.shard", "8"), ["does not divide the 1 ranks", "topology: none is given"]),
+        (("--reader.batch_size", "100000000000"), ["reader.batch_size: 100,000,000,000", "plan a smaller batch"]),
+        (("--topology", "nosuch"), ["topology: nosuch does not exist; presets are: topology/512-hosts.yaml"]),
+        (("--out", __file__), ["test_plan.py is a file", "choose another output"]),
     ],
 )
 def test_what_cannot_be_is_one_line_with_the_numbers(
