@@ -14,6 +14,7 @@ import pytest
 
 import opengem
 from foundation.data.options import parse_config
+from foundation.training.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -153,6 +154,17 @@ def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
     file.write_text("out: x\ninner: {depth: 5}\n")
     with pytest.raises(ValueError, match="depth"):
         parse_config(Config, ["--config", str(file)], name="test")
+
+
+def test_a_nested_value_is_named_by_its_whole_key() -> None:
+    for arguments, key in (
+        (["--model.layer.interaction.block_tokens", "0"], "model.layer.interaction.block_tokens"),
+        (["--model.embeddings.dim", "3"], "model.embeddings.dim"),
+        (["--reader.batch_size", "0"], "reader.batch_size"),
+        (["--parallel.dense.shard", "-1"], "parallel.dense.shard"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)}: must be"):
+            parse_config(TrainConfig, ["--dataset", "x", "--out", "x", *arguments], name="train")
 
 
 @pytest.mark.parametrize(

@@ -128,4 +128,25 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
             # The parser lets a null stand for any type.
             raise ValueError(f"{key}: expected a value, got null")
         values[field.name] = value
-    return config_class(**values)
+    try:
+        return config_class(**values)
+    except ValueError as error:
+        message = _with_whole_key(str(error), prefix)
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
+
+
+def _with_whole_key(message: str, prefix: str) -> str:
+    """The message of a nested dataclass with the key as it is given on the command line.
+
+    A dataclass does not know where it hangs: below `model.layer.`, "interaction.experts: ..." becomes
+    "model.layer.interaction.experts: ...".
+    """
+    key, colon, rest = message.partition(": ")
+    above, parts = prefix.split(".")[:-1], key.split(".")
+    for place in range(len(above)):
+        shared = above[place:]
+        if parts[: len(shared)] == shared:
+            return f"{'.'.join([*above[:place], *parts])}{colon}{rest}"
+    return message
