@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import math
 import json
+import math
 import os
 import signal
 import subprocess
