@@ -96,7 +96,7 @@ class Ledger:
         # Of this rank in this interval: events by step and together, useful operations, steps, those done before.
         self._by_step: list[float] = []
         self._tokens = self._flops = 0.0
-        self._steps = self._repeated = 0
+        self._steps = self._repeated = self._step = 0
         self._told: int | None = None
 
     def phase(self, name: str) -> Any:
@@ -179,7 +179,7 @@ class Ledger:
             tokens: events of this rank's batch.
             flops: useful operations of it, 0 where they are not counted.
         """
-        self._steps += 1
+        self._steps, self._step = self._steps + 1, step
         self._repeated += step <= self._furthest
         self._tokens += tokens
         if len(self._by_step) < _MOST_STEPS:
@@ -248,6 +248,9 @@ class Ledger:
         """Writes the last line."""
         if self._file is not None:
             self.clock.charge()
+            if self._steps:  # of an interval that an error cut off
+                self._write_interval(self._step, {})
+                self._before = dict(self.clock.seconds)
             self._write({"kind": "end", "ended": ended}, whole=True)
             os.fsync(self._file)
             os.close(self._file)

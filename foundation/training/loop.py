@@ -23,7 +23,7 @@ from foundation.training.evaluate import EvaluationConfig, evaluate
 from foundation.training.guard import TableGuard
 from foundation.training.ledger import Ledger
 from foundation.training.metrics import LARGER_IS_BETTER, Results, pick
-from foundation.training.nonfinite import culprits_of_all
+from foundation.training.nonfinite import NOTHING, culprits_of_all
 from foundation.training.phases import CHECKPOINT, COMPUTE, DATA, EVALUATION, OTHER
 from foundation.training.pipeline import Delivered, device_batches
 from foundation.training.rng import rng_state, untouched_rng
@@ -286,10 +286,12 @@ class Loop:
         self.log.note("skipped", outcome.step, text)
         if progress.skipped_in_a_row >= self.config.max_skipped:
             kept = self._bundle(f"the {what} not finite", found, outcome, loss)
+            why = f"not finite: {found}. Check these columns with `opengem doctor`, or lower dense.lr and sparse.lr"
+            if found == NOTHING:  # what is finite overflowed on its way
+                why = f"{NOTHING} is not finite, so a value overflowed: lower dense.lr and sparse.lr"
             raise TrainingError(
                 f"step {outcome.step}: {progress.skipped_in_a_row} steps in a row had a loss or gradient that is not "
-                f"finite (max_skipped); in the last one, not finite: {found}. Check these columns with `opengem "
-                f"doctor`, or lower dense.lr and sparse.lr. {kept}"
+                f"finite (max_skipped); in the last one, {why}. {kept}"
             )
 
     def _bundle(self, reason: str, found: str, outcome: _Outcome, loss: float) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,7 +202,12 @@ def train(config: TrainConfig) -> TrainResult:
             settings.show(config, "train")
         start = None if config.init_from is None else WarmStart.of(config.init_from, config.freeze, dataset)
         loop = _build(config, dataset if start is None else start.dataset(dataset), fabric, fresh, start, ledger)
-        ended = loop.run()
+        try:
+            ended = loop.run()
+        except BaseException as error:
+            with suppress(OSError):  # what ended the run is what its user must hear
+                ledger.close(f"failed: {type(error).__name__}")
+            raise
         return _finish(config, loop, ended)
 
 

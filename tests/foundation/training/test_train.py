@@ -16,6 +16,7 @@ from foundation.model.gem import GEM
 from foundation.parallel.parallelize import SparseConfig
 from foundation.training import loop as loop_module
 from foundation.training.checkpoint_files import CheckpointError
+from foundation.training.efficiency import read_efficiency
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.loop import CheckpointConfig, Loop, TrainingError
@@ -211,8 +212,11 @@ def test_too_many_broken_steps_in_a_row_stop_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_loss(monkeypatch, {2, 4, 5, 6})
-    with pytest.raises(TrainingError, match=r"step 6: 3 steps in a row .* nothing in the batch or the weights"):
-        train(small_run.config(data, tmp_path / "run", max_steps=9, max_skipped=3))
+    with pytest.raises(TrainingError, match=r"step 6: 3 steps in a row .* nothing in the batch .* a value overflowed"):
+        train(small_run.config(data, tmp_path / "run", max_steps=9, max_skipped=3, log_every=4))
+    found = read_efficiency(tmp_path / "run")
+    assert found.ended == "failed: TrainingError" and found.steps >= 5  # those after the last whole interval too
+    assert sum(found.seconds.values()) == pytest.approx(found.wall, rel=0.01)
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
