@@ -33,7 +33,7 @@ class WeightsConfig:
     Args:
         run: folder of a training run.
         out: folder to write: `dense.safetensors`, one file for each table, `weights.json`.
-        which: checkpoint: best, latest or a step.
+        which: checkpoint: best, latest, a step or its folder's name.
         tables: export the embedding tables too.
         averages: take averaged weights where the run has them, which are those that are evaluated and served.
         overwrite: replace what is in `out`.

@@ -19,7 +19,7 @@ class InspectConfig:
 
     Args:
         run: folder of a training run.
-        which: checkpoint: best, latest or a step.
+        which: checkpoint: best, latest, a step or its folder's name.
         verify: read all files and compare their SHA-256.
         as_json: print JSON instead of tables.
     """

@@ -44,7 +44,7 @@ class ReshardConfig:
         run: folder of a training run.
         out: run folder to write, with this one checkpoint.
         files: number of files with tensors.
-        which: checkpoint: best, latest or a step.
+        which: checkpoint: best, latest, a step or its folder's name.
         overwrite: replace what is in `out`.
     """
 
