@@ -214,6 +214,11 @@ def test_a_run_is_never_replaced_by_what_is_made_of_it(config: TrainConfig) -> N
     assert (config.out / "manifest.json").is_file()
 
 
+def test_the_best_checkpoint_stays_the_best_in_other_files(made: TrainConfig, tmp_path: Path) -> None:
+    reshard(ReshardConfig(run=made.out, out=tmp_path / "out", files=2))
+    assert find_checkpoint(tmp_path / "out" / "checkpoints", "best").name == "step-00000002"
+
+
 def test_checkpoints_without_a_latest_are_not_thrown_away(config: TrainConfig) -> None:
     folder = config.out / "checkpoints"
     for text, why in ((None, r"latest: is missing"), ("step-00000009", r"there is no checkpoint step-00000009, which")):
