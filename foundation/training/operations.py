@@ -23,6 +23,11 @@ class Operations:
         with torch.device("meta"):
             self._shapes = GEM(config, dataset.schema, dataset.encoder.table_rows)
 
+    @property
+    def dense(self) -> int:
+        """Parameters besides the tables."""
+        return sum(p.numel() for p in self._shapes.dense_parameters())
+
     def step(self, batch: Batch) -> float:
         """Floating-point operations of a training step; waits for the device that holds the batch."""
         return self._of(Load.of(batch))

@@ -109,6 +109,17 @@ def finite(value: Any) -> Any:
     return value
 
 
+def with_nan(metrics: Results) -> Results:
+    """Metrics of tasks and surfaces that went through :func:`finite`, None made NaN again."""
+    return {
+        task: {
+            surface: {key: math.nan if value is None else value for key, value in slice_.items()}
+            for surface, slice_ in surfaces.items()
+        }
+        for task, surfaces in metrics.items()
+    }
+
+
 def _lines(path: Path) -> list[str]:
     """Whole lines of a file; the last one may have been cut off by a kill."""
     if not path.is_file():

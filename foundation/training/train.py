@@ -51,7 +51,7 @@ from foundation.training.peaks import device_peak
 from foundation.training.phases import DATASET, IMPORTS, MODEL, PROCESS_GROUP, RESTORE, command_start
 from foundation.training.resume import ended_early, resumable, resume_from
 from foundation.training.rng import seed_all, untouched_rng
-from foundation.training.run_log import RunLog, finite, print_summary
+from foundation.training.run_log import RunLog, finite, print_summary, with_nan
 from foundation.training.schedule import ScheduleConfig
 from foundation.training.state import Progress, TrainState
 from foundation.training.warm_start import Freeze, WarmStart
@@ -454,8 +454,4 @@ def _print(config: TrainConfig, result: TrainResult) -> None:
 
 def _metrics_of(checkpoint: Path) -> Results:
     """Metrics that a checkpoint was saved with; what was not finite comes back as NaN."""
-    metrics = read_manifest(checkpoint)["metrics"]
-    for surfaces in metrics.values():
-        for slice_ in surfaces.values():
-            slice_ |= {key: float("nan") for key, value in slice_.items() if value is None}
-    return dict(metrics)
+    return with_nan(read_manifest(checkpoint)["metrics"])

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,48 +20,30 @@ import numpy as np
 from foundation.data.files import atomic_write
 from foundation.data.options import parse_config
 from foundation.data.settings import show
-from foundation.training.launch import Device
 from foundation.training.run_log import finite
-from foundation.training.studies.runs import Outcome, plan, run_all
+from foundation.training.studies.runs import Outcome, StudyConfig
 
 METRICS = ("auc", "gauc", "ne")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AblationsConfig:
+class AblationsConfig(StudyConfig):
     """What to compare.
 
     Args:
-        dataset: folder or URL of a prepared dataset.
-        out: folder to write; runs that are there are kept.
-        preset: preset of `train` that the variants change.
-        against: variant that the others are compared with.
         variants: by name, what each changes in the preset.
+        against: variant that the others are compared with.
         tasks: tasks of the table; empty: all.
-        split: what is measured.
-        seeds: at least two for standard errors.
-        processes: runs at a time.
-        threads: of PyTorch in each; 0 leaves it alone.
-        device: auto, cpu or cuda.
     """
 
-    dataset: str
-    out: Path
-    preset: str
     variants: dict[str, dict[str, Any]]
     against: str
     tasks: list[str] = field(default_factory=list)
-    split: str = "test"
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    processes: int = 1
-    threads: int = 1
-    device: Device = "auto"
 
     def __post_init__(self) -> None:
+        StudyConfig.__post_init__(self)  # super() knows no class with slots
         if self.against not in self.variants:
             raise ValueError(f"against: {self.against!r} is not among the variants: {', '.join(self.variants)}")
-        if self.processes < 1:
-            raise ValueError(f"processes: must be at least 1, got {self.processes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +63,7 @@ class Difference:
 def ablations(config: AblationsConfig) -> dict[str, Any]:
     """Runs what is missing; returns and writes the numbers."""
     show(config, "ablations")
-    jobs = plan(
-        config.variants,
-        config.seeds,
-        preset=config.preset,
-        dataset=config.dataset,
-        split=config.split,
-        out=config.out,
-        device=config.device,
-        threads=config.threads,
-    )
-    outcomes = run_all(jobs, config.processes)
+    outcomes = config.run(config.variants)
     tasks = config.tasks or list(next(iter(outcomes.values())).metrics)
     numbers = {name: _numbers(outcomes, name, config, tasks) for name in config.variants}
     atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")

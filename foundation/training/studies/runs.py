@@ -9,14 +9,13 @@ What is there already is not run again, so a study that was cut off goes on wher
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,60 @@ from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.options import parse_config
 from foundation.data.progress import progress
 from foundation.data.settings import plain
-from foundation.model.flops import Load, forward_flops
-from foundation.model.gem import GEM
+from foundation.model.flops import TRAINING
 from foundation.training.checkpoint import load_model
 from foundation.training.evaluate import evaluate
 from foundation.training.launch import Device, pick_device
 from foundation.training.metrics import Results
-from foundation.training.run_log import finite
+from foundation.training.operations import Operations
+from foundation.training.run_log import finite, with_nan
 from foundation.training.train import TrainConfig, train
 
 COUNTED_BATCHES = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.()+-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyConfig:
+    """What all studies are told.
+
+    Args:
+        dataset: folder or URL of a prepared dataset.
+        out: folder to write; runs that are there are kept.
+        preset: preset of `train` that the variants change.
+        split: what is measured.
+        seeds: every variant is trained with each; at least two for standard errors.
+        processes: runs at a time.
+        threads: of PyTorch in each; 0 leaves it alone.
+        device: auto, cpu or cuda.
+    """
+
+    dataset: str
+    out: Path
+    preset: str
+    split: str = "test"
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    processes: int = 1
+    threads: int = 1
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        if self.processes < 1:
+            raise ValueError(f"processes: must be at least 1, got {self.processes}")
+
+    def run(self, variants: Mapping[str, dict[str, Any]]) -> dict[tuple[str, int], Outcome]:
+        """Trains what is missing of the variants; outcomes by variant and seed. Raises what `plan` and `run_all` do."""
+        jobs = plan(
+            variants,
+            self.seeds,
+            preset=self.preset,
+            dataset=self.dataset,
+            split=self.split,
+            out=self.out,
+            device=self.device,
+            threads=self.threads,
+        )
+        return run_all(jobs, self.processes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,25 +229,25 @@ def run_one(job: Job) -> None:
         dataset = Dataset.open(job.dataset)
         loaded = load_model(trained.out, "latest", device)
         reader = LogReader(dataset, job.split, ReaderConfig(batch_size=4096, shuffle_window=0, workers=0))
+        counts = Operations(config.model, dataset)
         outcome = Outcome(
             metrics=evaluate(loaded.model, reader, device),
             samples=trained.samples,
-            flops=flops_per_impression(config, dataset),
-            dense=sum(p.numel() for p in _shapes(config, dataset).dense_parameters()),
+            flops=flops_per_impression(counts, config, dataset),
+            dense=counts.dense,
             seconds=time.perf_counter() - begin,
         )
     content = {"config": plain(config), **plain(outcome)}
     atomic_write(job.result, json.dumps(finite(content), indent=1) + "\n")
 
 
-def flops_per_impression(config: TrainConfig, dataset: Dataset) -> float:
+def flops_per_impression(counts: Operations, config: TrainConfig, dataset: Dataset) -> float:
     """Useful operations of a forward pass, by the histories of the first training batches."""
-    shapes = _shapes(config, dataset)
     reader = LogReader(dataset, "train", ReaderConfig(batch_size=config.reader.batch_size, workers=0))
     operations = impressions = 0.0
     for _, encoded in zip(range(COUNTED_BATCHES), reader, strict=False):
         batch = Batch.from_encoded(encoded, dataset.schema)
-        operations += sum(forward_flops(shapes, Load.of(batch)).values())
+        operations += counts.step(batch) / TRAINING
         impressions += len(batch.labels)
     return operations / impressions
 
@@ -213,25 +255,13 @@ def flops_per_impression(config: TrainConfig, dataset: Dataset) -> float:
 def read(path: Path) -> Outcome:
     """A result that `run_one` wrote; what was not finite comes back as NaN."""
     content = json.loads(path.read_text())
-    metrics = {
-        task: {
-            surface: {key: math.nan if value is None else value for key, value in slice_.items()}
-            for surface, slice_ in surfaces.items()
-        }
-        for task, surfaces in content["metrics"].items()
-    }
     return Outcome(
-        metrics=metrics,
+        metrics=with_nan(content["metrics"]),
         samples=int(content["samples"]),
         flops=float(content["flops"]),
         dense=int(content["dense"]),
         seconds=float(content["seconds"]),
     )
-
-
-def _shapes(config: TrainConfig, dataset: Dataset) -> GEM:
-    with torch.device("meta"):
-        return GEM(config.model, dataset.schema, dataset.encoder.table_rows)
 
 
 def _refuse_other(job: Job, config: TrainConfig) -> None:

@@ -16,7 +16,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,47 +29,30 @@ from foundation.data.settings import show
 from foundation.model.flops import TRAINING
 from foundation.training.best_possible import best_possible
 from foundation.training.charts import curves
-from foundation.training.launch import Device
 from foundation.training.run_log import finite
 from foundation.training.studies.ablations import Difference
-from foundation.training.studies.runs import Outcome, plan, run_all
+from foundation.training.studies.runs import Outcome, StudyConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingConfig:
-    """What to train.
+class ScalingConfig(StudyConfig):
+    """What to train; the dataset is one of a synthetic world.
 
     Args:
-        dataset: prepared from a synthetic world.
-        out: folder to write; runs that are there are kept.
-        preset: preset of `train` that sizes and `dnn` change.
         sizes: by name, smallest first, what each changes in the preset; at least two.
         dnn: what makes the preset a plain network without history.
         task: whose NE counts; its label column's truth is `true_TASK`.
-        split: what is measured.
-        seeds: every size is trained with each.
-        processes: runs at a time.
-        threads: of PyTorch in each; 0 leaves it alone.
-        device: auto, cpu or cuda.
     """
 
-    dataset: str
-    out: Path
-    preset: str
     sizes: dict[str, dict[str, Any]]
     dnn: dict[str, Any]
     task: str = "click"
-    split: str = "test"
     seeds: list[int] = field(default_factory=lambda: [0])
-    processes: int = 1
-    threads: int = 1
-    device: Device = "auto"
 
     def __post_init__(self) -> None:
+        StudyConfig.__post_init__(self)  # super() knows no class with slots
         if len(self.sizes) < 2 or "dnn" in self.sizes:
             raise ValueError("sizes: expected at least two, none of them named dnn")
-        if self.processes < 1:
-            raise ValueError(f"processes: must be at least 1, got {self.processes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +82,7 @@ def scaling(config: ScalingConfig) -> dict[str, Any]:
     """
     show(config, "scaling")
     best = _best(Dataset.open(config.dataset), config)
-    jobs = plan(
-        {"dnn": config.dnn, **config.sizes},
-        config.seeds,
-        preset=config.preset,
-        dataset=config.dataset,
-        split=config.split,
-        out=config.out,
-        device=config.device,
-        threads=config.threads,
-    )
-    outcomes = run_all(jobs, config.processes)
+    outcomes = config.run({"dnn": config.dnn, **config.sizes})
     numbers = _numbers(outcomes, config, best)
     atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")
     page = table(numbers)
