@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +20,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from foundation.data.batch import Batch
 from foundation.data.logs import LogReader
@@ -29,15 +27,12 @@ from foundation.data.options import parse_config
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.batches import random_batch
 from foundation.model.benchmarks.presets import model_config, table_rows
-from foundation.model.cross import FeatureSummary, SequenceSummary
 from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM
-from foundation.model.heads import Heads
-from foundation.model.interaction import InteractionArm
-from foundation.model.sequence import GeneratedNetwork
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.training.activations import choose, measure, recompute
+from foundation.training.benchmarks.layers_alone import layers_alone
 from foundation.training.benchmarks.padded import padded_kernels
 from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
@@ -276,47 +271,10 @@ class _Bench:
         return dict(sums)
 
     def local(self) -> dict[str, dict[str, float | None]]:
-        """Each type of layer alone: forward and backward on the inputs it had, without tables, copies or optimizer."""
-        kinds: dict[type, str] = {
-            InteractionArm: "interaction",
-            GeneratedNetwork: "gdpa",
-            FeatureSummary: "cross",
-            SequenceSummary: "cross",
-            Heads: "heads",
-        }
-        calls: list[tuple[str, nn.Module, tuple[Any, ...]]] = []
-        handles = []
-        for module in self.model.modules():
-            kind = kinds.get(type(module)) or ("attention" if type(module).__name__.endswith("Attention") else None)
-            if kind:
-                keep = _Keeper(kind, calls)
-                handles.append(module.register_forward_pre_hook(keep))
-        with torch.no_grad(), self.loop.fabric.autocast():
-            self.model(self.delivered(0).batch)
-        for handle in handles:
-            handle.remove()
-        seconds: dict[str, float] = defaultdict(float)
-        for kind, module, inputs in calls:
-            best = float("inf")
-            for _ in range(3):
-                own = _leaves(inputs)
-                marks = [self._mark()]
-                with self.loop.fabric.autocast():
-                    results = list(_tensors(module(*own)))
-                loss = sum((x.float().sum() for x in results if x.requires_grad), torch.zeros((), device=self.device))
-                loss.backward()
-                marks.append(self._mark())
-                best = min(best, self._between(marks)[0])
-                self.loop.state.dense.zero_grad()
-            seconds[kind] += best
-        return {
-            kind: {
-                "seconds": taken,
-                "useful_gflop": TRAINING * self.parts[0][kind] / 1e9,
-                "mfu": TRAINING * self.parts[0][kind] / taken / self.peak if self.peak else None,
-            }
-            for kind, taken in seconds.items()
-        }
+        """Each type of layer alone."""
+        found = layers_alone(self.model, self.delivered(0).batch, self.loop.fabric.autocast, self.parts[0], self.peak)
+        self.loop.state.dense.zero_grad()
+        return found
 
     def top_kernels(self) -> list[dict[str, Any]]:
         """GPU kernels by their time in two steps."""
@@ -347,34 +305,6 @@ class _Bench:
     def _between(self, marks: list[Any]) -> list[float]:
         self.wait()
         return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairwise(marks)]
-
-
-class _Keeper:
-    def __init__(self, kind: str, calls: list[tuple[str, nn.Module, tuple[Any, ...]]]) -> None:
-        self.kind, self.calls = kind, calls
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.calls.append((self.kind, module, inputs))
-
-
-def _leaves(value: Any) -> Any:
-    """The same inputs as leaves of a graph of their own."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    if isinstance(value, dict):
-        return {key: _leaves(part) for key, part in value.items()}
-    if isinstance(value, tuple):
-        parts = [_leaves(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 def _share(value: float | None) -> str:
