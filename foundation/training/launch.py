@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
         ValueError: cuda is asked for and there is none.
     """
     kind = pick_device(device).type
+    gc.collect()  # sharded tables of an earlier run in this process hold one another in a ring
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # TorchRec asks it a deprecated question
     torchrun = dist.is_torchelastic_launched()
     local = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun else 1

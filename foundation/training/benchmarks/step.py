@@ -11,7 +11,8 @@ import json
 import sys
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +46,7 @@ from foundation.training.pipeline import Delivered, work_of
 from foundation.training.rng import seed_all
 from foundation.training.schedule import ScheduleConfig
 from foundation.training.state import TrainState
+from foundation.training.window import LogWindow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,7 @@ class StepConfig:
         warmup, steps: steps before measuring, and measured ones.
         local: also measure each type of layer alone.
         top: GPU kernels to list.
+        batches: of different lengths, one after another.
         out: JSON file with everything that was measured; empty: none.
     """
 
@@ -83,6 +86,7 @@ class StepConfig:
     steps: int = 8
     local: bool = True
     top: int = 20
+    batches: int = 4
     out: str = ""
 
 
@@ -111,10 +115,21 @@ def main(arguments: list[str]) -> None:
 
 def run(config: StepConfig) -> dict[str, Any]:
     """Measures a step; seconds unless a name says otherwise."""
+    with prepared(config) as (bench, found):
+        found |= bench.end_to_end() | bench.phases()
+        if config.local and config.compile == "none" and not config.activation_memory_gb:
+            found["local"] = bench.local()
+        found["kernels"] = bench.top_kernels() if config.top else []
+        return found
+
+
+@contextmanager
+def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
+    """A model that has done its first steps, and what these took."""
     started = time.perf_counter()
     schema = Schema.load(config.schema)
     rows = table_rows(schema, config.most_rows or None)
-    batches = [make_batch(config, schema, rows, seed) for seed in range(4)]
+    batches = [make_batch(config, schema, rows, seed) for seed in range(config.batches)]
     kernels = padded_kernels() if config.kernels == "padded" else nullcontext()
     with (
         TemporaryDirectory() as folder,
@@ -144,7 +159,7 @@ def run(config: StepConfig) -> dict[str, Any]:
             checkpoints=Path(folder),
             manifest={},
         )
-        bench = _Bench(config, loop, batches)
+        bench = Bench(config, loop, batches)
         built = time.perf_counter()
         print(f"built in {built - started:.1f} s", file=sys.stderr)
         found: dict[str, Any] = {"build": built - started}
@@ -165,12 +180,8 @@ def run(config: StepConfig) -> dict[str, Any]:
         bench.wait()
         found["warm_up"] = time.perf_counter() - start
         print(f"{config.warmup} steps in {found['warm_up']:.1f} s", file=sys.stderr)
-        found |= bench.end_to_end() | bench.phases()
-        if config.local and config.compile == "none" and not config.activation_memory_gb:
-            found["local"] = bench.local()
-        found["kernels"] = bench.top_kernels() if config.top else []
         found["parameters"] = sum(p.numel() for p in state.dense.parameters.values())
-        return found
+        yield bench, found
 
 
 def make_batch(config: StepConfig, schema: Schema, rows: dict[str, int], seed: int) -> Batch:
@@ -192,7 +203,9 @@ class _Silent:
         print(kind, step, text, file=sys.stderr)
 
 
-class _Bench:
+class Bench:
+    """Steps of a loop on batches that lie in main memory."""
+
     def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch]) -> None:
         self.config, self.loop = config, loop
         self.device = loop.fabric.device
@@ -205,19 +218,29 @@ class _Bench:
         self.work = [work_of(batch) for batch in batches]
 
     def wait(self) -> None:
+        """Until the device is done."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def delivered(self, number: int) -> Delivered:
+        """The batch of a step, on its way to the device."""
         place = number % len(self.batches)
         return Delivered(self.batches[place].to(self.device, non_blocking=True), {}, self.work[place], 0.0)
 
     def step(self, number: int) -> None:
+        """Queues a step as training does."""
         self.loop._step(self.delivered(number))
         self.loop._settle(self.loop._run_ahead)
 
+    def settled_loss(self) -> float:
+        """Mean loss of the steps since this was asked last; waits for them."""
+        self.loop._settle()
+        window, self.loop._window = self.loop._window, LogWindow()
+        return window._loss / max(1, window._steps)
+
     def end_to_end(self) -> dict[str, Any]:
         """Steps one behind the other as in training; the copy of a batch to the device included."""
+        self.settled_loss()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.wait()
@@ -228,7 +251,6 @@ class _Bench:
         queued = time.perf_counter() - start
         self.wait()
         seconds = time.perf_counter() - start
-        self.loop._settle()
         works = [self.work[number % len(self.work)] for number in range(count)]
         rate = sum(self.flops[number % len(self.flops)] for number in range(count)) / seconds
         return {
@@ -239,7 +261,8 @@ class _Bench:
             "useful_tflops": rate / 1e12,
             "mfu": rate / self.peak if self.peak else None,
             "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if self.cuda else None,
-            "loss": self.loop._window._loss / max(1, self.loop._window._steps),
+            "reserved_memory_gb": torch.cuda.memory_reserved() / 1e9 if self.cuda else None,
+            "loss": self.settled_loss(),
         }
 
     def phases(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -102,3 +103,13 @@ def test_the_ledger_splits_steps_by_what_the_device_did(data: Path, tmp_path: Pa
     assert found.device == torch.cuda.get_device_name()
     assert found.joules is None or found.joules > 0
     assert (found.joules is None) == ("joules" in found.unknown)
+
+
+@pytest.mark.parametrize("what", ["none", "dense"])
+def test_a_run_leaves_nothing_on_the_device(data: Path, tmp_path: Path, what: Any) -> None:
+    held = []
+    for number in range(3):
+        train(small_run.config(data, tmp_path / str(number), max_steps=2, device="cuda", compile=what))
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] == held[1], held
