@@ -88,13 +88,20 @@ class Embeddings(nn.Module):
 
     Args:
         table_rows: rows of each table, the reserved ones included.
+        device: of the tables; by default the current one. On the meta device they are not drawn.
 
     Raises:
         ValueError: ``id_dropout``, ``dims`` or ``init_stds`` names what the schema does not have; the message lists
         what it has.
     """
 
-    def __init__(self, config: EmbeddingsConfig, schema: Schema, table_rows: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        config: EmbeddingsConfig,
+        schema: Schema,
+        table_rows: Mapping[str, int],
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.request_features = tuple(f for f in schema.request_features if f.table is not None)
@@ -122,8 +129,10 @@ class Embeddings(nn.Module):
         for table, keys in keys_of.items():
             if table not in bags:
                 by_dim[dims[table]].append(_table(table, table_rows[table], dims[table], keys))
-        self.ec = nn.ModuleDict({f"dim{dim}": EmbeddingCollection(tables=by_dim[dim]) for dim in sorted(by_dim)})
-        self.ebc = _bag_collection(config, dims, table_rows, {t: keys_of[t] for t in sorted(bags)})
+        self.ec = nn.ModuleDict(
+            {f"dim{dim}": EmbeddingCollection(by_dim[dim], device=device) for dim in sorted(by_dim)}
+        )
+        self.ebc = _bag_collection(config, dims, table_rows, {t: keys_of[t] for t in sorted(bags)}, device)
         self.bag_features = tuple(f.name for f in self.request_features if f.table in bags)
         tasks = len(schema.tasks)
         self.tasks = tasks
@@ -133,7 +142,7 @@ class Embeddings(nn.Module):
             width = -(-tasks // 4) * 4  # lookups want dims that are multiples of 4
             first = _keys_of({f.name: str(f.table) for f in features})
             self.first_order = EmbeddingCollection(
-                tables=[_table(f"first_order_{t}", table_rows[t], width, keys) for t, keys in first.items()]
+                [_table(f"first_order_{t}", table_rows[t], width, keys) for t, keys in first.items()], device=device
             )
         self.reset_parameters()
 
@@ -141,10 +150,14 @@ class Embeddings(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the rows anew; first-order weights start at 0."""
         for name, weight in self.named_parameters():
-            if name.startswith("first_order."):
-                weight.zero_()
-            else:
-                weight.normal_(0.0, self.config.init_stds.get(name.split(".")[-2], self.config.init_std))
+            std = self.std_of(name)
+            weight.normal_(0.0, std) if std else weight.zero_()
+
+    def std_of(self, name: str) -> float:
+        """Standard deviation at the start of a table by its parameter's name."""
+        if "first_order." in name:
+            return 0.0
+        return self.config.init_stds.get(name.split(".")[-2], self.config.init_std)
 
     def forward(self, batch: Batch) -> Embedded:
         """Looks up and pools all ids of a batch."""
@@ -269,6 +282,7 @@ def _bag_collection(
     dims: Mapping[str, int],
     table_rows: Mapping[str, int],
     keys_of: Mapping[str, list[str]],
+    device: torch.device | None,
 ) -> EmbeddingBagCollection | None:
     if not keys_of:
         return None
@@ -282,5 +296,6 @@ def _bag_collection(
                 pooling=PoolingType.MEAN if config.pooling == "mean" else PoolingType.SUM,
             )
             for table, keys in keys_of.items()
-        ]
+        ],
+        device=device,
     )

@@ -99,6 +99,8 @@ class GEM(nn.Module):
         config: sizes and options.
         schema: inputs, tasks and surfaces.
         table_rows: rows of each table, the reserved ones included (``Encoder.table_rows``).
+        table_device: where the tables are; by default where the rest is. On the meta device they are not drawn, which
+            ``foundation.parallel.draw`` can do once they are sharded.
 
     Raises:
         ValueError: an option names something that the schema does not have, or sizes that do not go together.
@@ -106,7 +108,13 @@ class GEM(nn.Module):
 
     task_weights: Tensor
 
-    def __init__(self, config: GEMConfig, schema: Schema, table_rows: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        config: GEMConfig,
+        schema: Schema,
+        table_rows: Mapping[str, int],
+        table_device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.schema = config, schema
         width, members, bias = config.width, config.members, config.layer.bias
@@ -126,7 +134,7 @@ class GEM(nn.Module):
         if config.joint == "shared" and any(not stream.cross.cls_tokens for stream in joint):
             raise ValueError("model.joint: shared histories are read by CLS tokens; set cross.cls_tokens above 0")
 
-        self.embeddings = Embeddings(config.embeddings, schema, table_rows)
+        self.embeddings = Embeddings(config.embeddings, schema, table_rows, table_device)
         dims = self.embeddings.dims
         self.tokens = FeatureTokens(config.tokens, schema, dims, width, members)
         self.match = MatchStatistics(config.match, schema)

@@ -66,13 +66,14 @@ def load_tables(model: DistributedModelParallel, weights: Mapping[str, torch.Ten
 
     Args:
         model: the sharded model.
-        weights: `[rows, dim]` per table, by the name in the unsharded model; every table must be there.
+        weights: `[rows, dim]` per table, by the name in the unsharded model; every table must be there. One on the
+            meta device has nothing to copy.
     """
     tables = table_weights(model)
     assert tables.keys() == weights.keys(), tables.keys() ^ weights.keys()
     for name, table in tables.items():
         assert table.shape == tuple(weights[name].shape), name
-        for place, shard in local_shards(table):
+        for place, shard in local_shards(table) if not weights[name].is_meta else ():
             shard.copy_(weights[name][place])
 
 

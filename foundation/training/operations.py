@@ -28,6 +28,11 @@ class Operations:
         """Parameters besides the tables."""
         return sum(p.numel() for p in self._shapes.dense_parameters())
 
+    @property
+    def tables(self) -> int:
+        """Numbers in the tables."""
+        return sum(p.numel() for p in self._shapes.embeddings.parameters())
+
     def step(self, batch: Batch) -> float:
         """Floating-point operations of a training step; waits for the device that holds the batch."""
         return self._of(Load.of(batch))

@@ -29,6 +29,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.model.gem import GEM, GEMConfig
+from foundation.parallel import draw
 from foundation.parallel.parallelize import parallelize, reset_momentum
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.tables import load_tables, table_weights
@@ -241,12 +242,16 @@ def _build(
     seed_all(config.seed)
     topology = Topology.load(config.topology) if config.topology else None
     with ledger.phase(MODEL):
-        plain, sparse = _model(config, dataset), config.sparse
+        counts = Operations(config.model, dataset)
+        there = start is None and fabric.device.type == "cuda" and counts.tables > draw.MOST_ON_HOST
+        plain, sparse = _model(config, dataset, there), config.sparse
         if start is not None:
             start.fill(plain)
             sparse = start.sparse(sparse)
         gathered = torch.bfloat16 if config.precision == "bf16" else torch.float32
         model = parallelize(plain, sparse, fabric.device, config.parallel, topology, gathered=gathered)
+        if there:
+            draw.draw_tables(model, plain.embeddings.std_of, config.seed)
         if config.freeze == "trunk" and model.layout.shard * model.layout.expert > 1:
             raise ValueError("freeze: a frozen trunk is replicated; leave parallel.shard and parallel.expert at 1")
         state = TrainState.of(model, config.dense, config.ema)
@@ -291,7 +296,6 @@ def _build(
         "metric": config.evaluation.metric,
     }
     ledger.open(config.out / LEDGER if fabric.is_global_zero else None, fabric.device, facts)
-    counts = Operations(config.model, dataset)
     if peak is None and fabric.device.type == "cuda":
         name = torch.cuda.get_device_name(fabric.device)
         log.say(
@@ -319,7 +323,7 @@ def _build(
         log=log,
         checkpoints=checkpoints,
         manifest=manifest,
-        reset_tables=_table_reset(config, dataset) if config.reset_tables else None,
+        reset_tables=_table_reset(config, dataset, there) if config.reset_tables else None,
         first_batch=first_batch,
         prepare=lambda batch: _prepare_regions(config, state, fabric, batch, log),
         flops=counts.step if peak else None,
@@ -370,8 +374,10 @@ def steps_of(reader: LogReader, epochs: float, progress: Progress) -> int:
     return max(1, progress.step + math.floor(left + 0.5))
 
 
-def _model(config: TrainConfig, dataset: Dataset) -> GEM:
-    return GEM(config.model, dataset.schema, dataset.encoder.table_rows)
+def _model(config: TrainConfig, dataset: Dataset, drawn_there: bool = False) -> GEM:
+    """The model, its tables on the meta device if they are drawn where they will lie."""
+    table_device = torch.device("meta") if drawn_there else None
+    return GEM(config.model, dataset.schema, dataset.encoder.table_rows, table_device)
 
 
 def _validation(config: TrainConfig, dataset: Dataset, rank: int, world: int) -> LogReader | None:
@@ -386,14 +392,18 @@ def _validation(config: TrainConfig, dataset: Dataset, rank: int, world: int) ->
     return LogReader(dataset, evaluation.split, reader, rank=rank, world_size=world)
 
 
-def _table_reset(config: TrainConfig, dataset: Dataset) -> Callable[[TrainState, int], None]:
+def _table_reset(config: TrainConfig, dataset: Dataset, there: bool) -> Callable[[TrainState, int], None]:
     """Tables as a new model of another seed has them; optimizer sums and averages of tables start over too."""
 
     def reset(state: TrainState, epoch: int) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed + 7_919 * epoch)
-            weights = _model(config, dataset).state_dict()
-        load_tables(state.model, {name: weights[name] for name in table_weights(state.model)})
+        seed = config.seed + 7_919 * epoch
+        if there:
+            draw.draw_tables(state.model, state.model.module.embeddings.std_of, seed)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                weights = _model(config, dataset).state_dict()
+            load_tables(state.model, {name: weights[name] for name in table_weights(state.model)})
         reset_momentum(state.model, config.sparse)
         if state.ema:
             state.ema.restart_tables()

@@ -26,6 +26,7 @@ from foundation.data.options import parse_config
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import model_config, table_rows
 from foundation.model.gem import GEM
+from foundation.parallel.draw import draw_tables
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.preview.load import Requests
@@ -107,9 +108,11 @@ def measured(config: MemoryConfig, preset: str) -> Bytes:
         launched(device="cuda", precision="bf16", log_folder=Path(folder) / "log") as fabric,
     ):
         seed_all(0)
-        gem = GEM(model_config(preset), schema, rows)
-        state = TrainState.of(parallelize(gem, SparseConfig(), fabric.device), DenseConfig(), EMAConfig())
-        model = state.model
+        with fabric.device:
+            gem = GEM(model_config(preset), schema, rows, torch.device("meta"))
+        model = parallelize(gem, SparseConfig(), fabric.device)
+        draw_tables(model, gem.embeddings.std_of, seed=0)
+        state = TrainState.of(model, DenseConfig(), EMAConfig())
         batch = requests.batch(schema, rows, config.batch_size).pin_memory()
         ahead: deque = deque(maxlen=BATCHES)
         found: Bytes | None = None

@@ -30,6 +30,7 @@ from foundation.model.benchmarks.batches import random_batch
 from foundation.model.benchmarks.presets import model_config, table_rows
 from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM
+from foundation.parallel.draw import draw_tables
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.training.activations import choose, measure, recompute
@@ -138,10 +139,10 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
     ):
         seed_all(0)
         with fabric.device:  # random numbers are drawn there, in less than a second instead of minutes
-            gem = GEM(model_config(config.preset), schema, rows)
-        state = TrainState.of(parallelize(gem, SparseConfig(), fabric.device), DenseConfig(), EMAConfig())
-        if fabric.device.type == "cuda":
-            torch.cuda.empty_cache()  # the tables as they were before they were sharded
+            gem = GEM(model_config(config.preset), schema, rows, torch.device("meta"))
+        model = parallelize(gem, SparseConfig(), fabric.device)
+        draw_tables(model, gem.embeddings.std_of, seed=0)
+        state = TrainState.of(model, DenseConfig(), EMAConfig())
         loop = Loop(
             fabric=fabric,
             config=LoopConfig(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foundation.model.match import MatchConfig
+from foundation.parallel import draw
 from foundation.training.efficiency import read_efficiency
 from foundation.training.loop import Loop
 from foundation.training.phases import COMPILE, COMPUTE, DATA, OPTIMIZER
@@ -113,3 +114,12 @@ def test_a_run_leaves_nothing_on_the_device(data: Path, tmp_path: Path, what: An
         gc.collect()
         held.append(torch.cuda.memory_allocated())
     assert held[2] == held[1], held
+
+
+def test_large_tables_are_drawn_on_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw, "MOST_ON_HOST", 0)
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run in runs:
+        train(small_run.config(data, run, device="cuda", epochs=2, reset_tables=True))
+    assert all(math.isfinite(loss) for loss in losses(runs[0]))
+    assert losses(runs[0])[0] == pytest.approx(losses(runs[1])[0], rel=1e-4)
