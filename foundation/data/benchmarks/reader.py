@@ -2,6 +2,8 @@
 
     python -m foundation.data.benchmarks.reader                   # makes datasets with the columns of KuaiRand
     python -m foundation.data.benchmarks.reader --dataset DIR     # reads a dataset that is there
+    python -m foundation.data.benchmarks.reader --schema configs/datasets/streams.yaml --rows 65536
+                                          # makes one of that schema: 16 impressions a request, heavy-tailed histories
 
 The baseline beside it is Arrow alone: the same columns decoded by one thread and thrown away. Memory is the largest
 sum over the main process and its workers, as resident (pages that processes share count once per process) and as
@@ -24,9 +26,11 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 
+from foundation.data.benchmarks.heavy_tailed import write_heavy_tailed
 from foundation.data.benchmarks.kuairand_like import write_kuairand_like
 from foundation.data.dataset import Dataset
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.schema import Schema
 from foundation.data.storage import open_parquet
 
 _RESIDENT_EVERY = 0.05
@@ -68,6 +72,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", help="a dataset folder or URL to read instead of making some")
+    parser.add_argument("--schema", help="make a dataset of this schema instead")
     parser.add_argument("--split", default="train")
     parser.add_argument("--rows", type=int, default=400_000, help="impressions of the datasets that are made")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -78,6 +83,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         if options.dataset:
             cases = {options.dataset: options.dataset}
+        elif options.schema:
+            cases = {Path(options.schema).stem: str(Path(temporary) / "made")}
+            schema = Schema.load(options.schema)
+            _elsewhere(write_heavy_tailed, Path(temporary) / "made", schema, options.rows // 16)
         else:
             shapes = {
                 "row groups of 65,536": (options.rows, 65536),
