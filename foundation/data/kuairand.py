@@ -14,7 +14,8 @@ from typing import Any
 import ibis
 import ibis.expr.types as ir
 
-from foundation.data.build import SPLIT, Arranged, WriteOptions, arrange, write_dataset
+from foundation.data.build import REQUEST_TIME, SPLIT, Arranged, WriteOptions, arrange, write_dataset
+from foundation.data.candidate_rates import Outcome, with_rates
 from foundation.data.files import atomic_dir
 from foundation.data.history import History
 from foundation.data.prepare import (
@@ -39,6 +40,16 @@ EARLIER = "user_history_before_*.parquet"
 # "Not known", in the words of the data set.
 SENTINELS: dict[str, Sequence[int | float | str]] = {"*": (-124, "UNKNOWN")}
 SHOWN_BEFORE = 2
+# What became of earlier impressions of a candidate's video, author and tag, columns such as `video_like_rate`. The
+# expected rates are those of the published slice's training rows.
+RATE_KEYS = {"video": "video_id", "author": "author_id", "tag": "tag"}
+RATE_OUTCOMES = {
+    "click": Outcome(label="is_click", expected=0.442, strength=20),
+    "long_view": Outcome(label="long_view", expected=0.311, strength=20),
+    "like": Outcome(label="is_like", expected=0.017, strength=60),
+    "profile_enter": Outcome(label="is_profile_enter", expected=0.019, strength=60),
+}
+RATES_KNOWN_AFTER_HOURS = 48.0
 
 _LOG_TYPES = dict.fromkeys(
     ("user_id", "video_id", "time_ms", "duration_ms", "tab", "is_click", "is_like", "long_view", "is_profile_enter"),
@@ -55,6 +66,7 @@ _ATTRIBUTES = {
     "click": "is_click",
     "long_view": "long_view",
     "like": "is_like",
+    "profile_enter": "is_profile_enter",
 }
 
 
@@ -184,6 +196,7 @@ def _prepare(
     rows = join_side(arranged.rows, users, SideTable(path="", key="user_id"), "users")
     rows = join_side(rows, videos, SideTable(path="", key="video_id"), "videos")
     rows = with_calendar(rows, arranged, {"hour": "hour", "weekday": "weekday"}, schema)
+    rows = with_rates(rows, RATE_KEYS, RATE_OUTCOMES, REQUEST_TIME, RATES_KNOWN_AFTER_HOURS)
     rows = rows.mutate(duration_bucket=rows["duration_ms"].bucket(edges, include_under=True, include_over=True))
     return write_dataset(
         folder,

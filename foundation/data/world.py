@@ -76,6 +76,8 @@ class WorldConfig:
         history_length: events of the history in the dataset that the schema describes.
         half_life_hours: after this time a past click drives new clicks half as much.
         fade_per_click: how much of older clicks remains after each request with a click, 0 to 1.
+        confirmation: how much the weight of a click in that drive depends on its agreement with the clicks before it;
+            0: not at all, 8: much. Then what a click means can only be told beside other clicks.
         delay_hours: a conversion counts up to this long after the click.
         overwrite: replace `out` if it exists.
     """
@@ -94,6 +96,7 @@ class WorldConfig:
     history_length: int = 50
     half_life_hours: float = 72.0
     fade_per_click: float = 0.7
+    confirmation: float = 0.0
     delay_hours: float = 24.0
     overwrite: bool = False
 
@@ -110,6 +113,8 @@ class WorldConfig:
             raise ValueError(f"days must leave at least one day for training, is {self.days}")
         if not 0 <= self.fade_per_click <= 1:
             raise ValueError(f"fade_per_click must be between 0 and 1, is {self.fade_per_click}")
+        if self.confirmation < 0:
+            raise ValueError(f"confirmation must not be negative, is {self.confirmation}")
         try:
             datetime.strptime(self.start, "%Y-%m-%d")
         except ValueError as error:
@@ -266,6 +271,7 @@ def _blocks(config: WorldConfig, items: Items, centres: np.ndarray) -> Iterator[
         requests_per_user=config.requests_per_user,
         half_life_hours=config.half_life_hours,
         fade_per_click=config.fade_per_click,
+        confirmation=config.confirmation,
         delay_hours=config.delay_hours,
     )
     first_user, left, block = 1, config.rows, 0

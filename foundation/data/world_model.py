@@ -2,7 +2,9 @@
 
 Items and users are points of one taste space, unit vectors near topic centres. A user u at time t has a long-term
 taste `p_u` and a recent interest `h_u(t)`: the sum of the vectors of the items clicked so far, each click fading by
-`fade_per_click` with every later request that had a click and by half every `half_life_hours`. For item i on surface s
+`fade_per_click` with every later request that had a click and by half every `half_life_hours`. With `confirmation`
+k > 0 a click on item j at t' enters with the weight `2 sigmoid(k (<h_u(t'), v_j> / sqrt(1 + |h_u(t')|^2) - 0.3))`:
+clicks in line with the interest of their time last, odd ones are forgotten at once. For item i on surface s
 
     logit P(click)          = a_s + b_i + c_s <p_u, v_i> + r_s <h_u(t), v_i> / sqrt(1 + |h_u(t)|^2) + hour effect
     logit P(like | click)   = a'  + b'_i + c' <p_u, v_i>
@@ -30,6 +32,8 @@ DEVICES = 3
 TAGS = 4
 TAG_VALUES = 4 * DIMENSIONS
 
+# Agreement of a click with the interest of its time at which it weighs 1.
+_CONFIRMED = 0.3
 # Share of requests by hour of the day: quiet nights, busy evenings.
 _HOURS = 1.0 + 0.7 * np.sin((np.arange(24) - 13) / 24 * 2 * np.pi)
 
@@ -98,6 +102,7 @@ class Law:
         requests_per_user: mean number of requests of a user over the whole log.
         half_life_hours: after this time a past click counts half.
         fade_per_click: what remains of past clicks after a request that had a click.
+        confirmation: how much a click's weight depends on the interest that it fell into; 0: all weigh 1.
         delay_hours: a conversion counts up to this long after the click.
     """
 
@@ -108,6 +113,7 @@ class Law:
     requests_per_user: float
     half_life_hours: float
     fade_per_click: float
+    confirmation: float
     delay_hours: float
 
 
@@ -275,7 +281,10 @@ def _requests(
     conversion = click & (rng.random(item.shape) < true_conversion)
     # Mean a quarter of the window; the few that would come later come at its end.
     delay = np.minimum(rng.exponential(law.delay_hours / 4, item.shape), law.delay_hours) * HOUR
-    clicked = np.einsum("qcd,qc->qd", vectors, click.astype(np.float32))
+    weight = click.astype(np.float32)
+    if law.confirmation:
+        weight *= 2 * sigmoid(law.confirmation * (recent - _CONFIRMED))
+    clicked = np.einsum("qcd,qc->qd", vectors, weight)
     columns = {
         "item_id": items.ids[item],
         "surface": np.broadcast_to(surface[:, None], item.shape),

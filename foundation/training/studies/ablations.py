@@ -64,8 +64,14 @@ def ablations(config: AblationsConfig) -> dict[str, Any]:
     """Runs what is missing; returns and writes the numbers."""
     show(config, "ablations")
     outcomes = config.run(config.variants)
+    seeds = {
+        name: [s for s in config.seeds if {(name, s), (config.against, s)} <= outcomes.keys()]
+        for name in config.variants
+    }
+    if not seeds[config.against]:
+        raise ValueError(f"{config.out}: there is no result of {config.against!r}, which the others are compared with")
     tasks = config.tasks or list(next(iter(outcomes.values())).metrics)
-    numbers = {name: _numbers(outcomes, name, config, tasks) for name in config.variants}
+    numbers = {name: _numbers(outcomes, name, config.against, own, tasks) for name, own in seeds.items() if own}
     atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")
     page = table(numbers, config.against, tasks)
     atomic_write(config.out / "results.md", page)
@@ -74,15 +80,15 @@ def ablations(config: AblationsConfig) -> dict[str, Any]:
 
 
 def _numbers(
-    outcomes: Mapping[tuple[str, int], Outcome], name: str, config: AblationsConfig, tasks: Sequence[str]
+    outcomes: Mapping[tuple[str, int], Outcome], name: str, against: str, seeds: Sequence[int], tasks: Sequence[str]
 ) -> dict[str, Any]:
-    runs = [outcomes[name, seed] for seed in config.seeds]
-    reference = [outcomes[config.against, seed] for seed in config.seeds]
+    runs = [outcomes[name, seed] for seed in seeds]
+    reference = [outcomes[against, seed] for seed in seeds]
 
     def values(of: Sequence[Outcome], task: str, metric: str) -> list[float]:
         return [run.metrics[task]["all"][metric] for run in of]
 
-    found: dict[str, Any] = {"flops": runs[0].flops, "dense": runs[0].dense, "tasks": {}}
+    found: dict[str, Any] = {"flops": runs[0].flops, "dense": runs[0].dense, "seeds": list(seeds), "tasks": {}}
     for task in tasks:
         found["tasks"][task] = {}
         for metric in METRICS:
@@ -99,10 +105,10 @@ def _numbers(
 def table(numbers: Mapping[str, Any], against: str, tasks: Sequence[str]) -> str:
     """Markdown: the reference's metrics, the others' differences to it with their standard errors."""
     head = [f"{task} {metric.upper()}" for task in tasks for metric in METRICS]
-    lines = ["| variant | MFLOP | " + " | ".join(head) + " |", "|---" * (len(head) + 2) + "|"]
+    lines = ["| variant | MFLOP | seeds | " + " | ".join(head) + " |", "|---" * (len(head) + 3) + "|"]
     order = [against, *(name for name in numbers if name != against)]
     for name in order:
-        cells = [name, f"{numbers[name]['flops'] / 1e6:,.2f}"]
+        cells = [name, f"{numbers[name]['flops'] / 1e6:,.2f}", str(len(numbers[name]["seeds"]))]
         for task in tasks:
             for metric in METRICS:
                 value = numbers[name]["tasks"][task][metric]

@@ -3,7 +3,8 @@
     OUT/VARIANT/seed-S/run/          what `opengem train` writes
     OUT/VARIANT/seed-S/result.json   metrics of the last weights on the study's split, and what the run took
 
-What is there already is not run again, so a study that was cut off goes on where it stopped.
+What is there already is not run again, so a study that was cut off goes on where it stopped. A result from elsewhere
+counts too: copy its folder (`result.json` is enough) to its place. `train: false` runs nothing and takes what is there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -55,6 +57,7 @@ class StudyConfig:
         processes: runs at a time.
         threads: of PyTorch in each; 0 leaves it alone.
         device: auto, cpu or cuda.
+        train: run what is missing; if not, the table is made of the results that are there.
     """
 
     dataset: str
@@ -65,13 +68,17 @@ class StudyConfig:
     processes: int = 1
     threads: int = 1
     device: Device = "auto"
+    train: bool = True
 
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise ValueError(f"processes: must be at least 1, got {self.processes}")
 
     def run(self, variants: Mapping[str, dict[str, Any]]) -> dict[tuple[str, int], Outcome]:
-        """Trains what is missing of the variants; outcomes by variant and seed. Raises what `plan` and `run_all` do."""
+        """Trains what is missing of the variants; outcomes by variant and seed. Raises what `plan` and `run_all` do.
+
+        Without `train` the runs that are not there are missing in the outcomes, and their names are printed.
+        """
         jobs = plan(
             variants,
             self.seeds,
@@ -82,7 +89,13 @@ class StudyConfig:
             device=self.device,
             threads=self.threads,
         )
-        return run_all(jobs, self.processes)
+        if self.train:
+            run_all([job for job in jobs if not job.result.is_file()], self.processes)
+        there = [job for job in jobs if job.result.is_file()]
+        missing = [f"{job.variant} (seed {job.seed})" for job in jobs if job not in there]
+        if missing:
+            print(f"not there: {', '.join(missing)}", file=sys.stderr)
+        return {(job.variant, job.seed): read(job.result) for job in there}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +187,8 @@ def plan(
     for name in variants:
         if not _NAME.fullmatch(name):
             raise ValueError(f"variants: {name!r} must be letters, digits, spaces and , . ( ) + - only")
-    Dataset.open(dataset).split(split)
+    opened = Dataset.open(dataset)
+    opened.split(split)
     jobs = [
         Job(
             variant=name,
@@ -191,30 +205,28 @@ def plan(
         for name, options in variants.items()
     ]
     for job in jobs:
-        _refuse_other(job, train_config(job))
+        _refuse_other(job, train_config(job), opened.schema.hash)
     return jobs
 
 
-def run_all(jobs: Sequence[Job], processes: int) -> dict[tuple[str, int], Outcome]:
-    """Runs what is missing, `processes` at a time; returns outcomes by variant and seed.
+def run_all(jobs: Sequence[Job], processes: int) -> None:
+    """Runs the jobs, `processes` at a time.
 
     Raises:
         RuntimeError: a run failed; the others are kept, and the message names the failed run's log.
     """
-    missing = [job for job in jobs if not job.result.is_file()]
     failed: list[str] = []
     with (
         ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool,
-        progress("runs", len(missing)) as advance,
+        progress("runs", len(jobs)) as advance,
     ):
-        futures = {pool.submit(run_one, job): job for job in missing}
+        futures = {pool.submit(run_one, job): job for job in jobs}
         for future in as_completed(futures):
             advance(1)
             if (error := future.exception()) is not None:
                 failed.append(f"{futures[future].folder / 'log'}: {error}")
     if failed:
         raise RuntimeError("; ".join(failed))
-    return {(job.variant, job.seed): read(job.result) for job in jobs}
 
 
 def run_one(job: Job) -> None:
@@ -237,7 +249,7 @@ def run_one(job: Job) -> None:
             dense=counts.dense,
             seconds=time.perf_counter() - begin,
         )
-    content = {"config": plain(config), **plain(outcome)}
+    content = {"config": _essence(config), "schema": dataset.schema.hash, **plain(outcome)}
     atomic_write(job.result, json.dumps(finite(content), indent=1) + "\n")
 
 
@@ -264,7 +276,22 @@ def read(path: Path) -> Outcome:
     )
 
 
-def _refuse_other(job: Job, config: TrainConfig) -> None:
-    """A result of another config must not pass for this one's."""
-    if job.result.is_file() and json.loads(job.result.read_text())["config"] != json.loads(json.dumps(plain(config))):
-        raise ValueError(f"{job.result}: is of another config of {job.variant!r}; choose another `out`, or remove it")
+def _essence(config: TrainConfig) -> dict[str, Any]:
+    """What makes a run what it is, wherever it runs: its config without places and devices."""
+    content: dict[str, Any] = json.loads(json.dumps(plain(config)))
+    return {key: value for key, value in content.items() if key not in ("dataset", "out", "device", "overwrite")}
+
+
+def _refuse_other(job: Job, config: TrainConfig, schema: str) -> None:
+    """A result of another config or of another schema must not pass for this one's."""
+    if not job.result.is_file():
+        return
+    content = json.loads(job.result.read_text())
+    for what, found, wanted in (
+        ("config", content["config"], _essence(config)),
+        ("schema", content["schema"], schema),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"{job.result}: is of another {what} of {job.variant!r}; choose another `out`, or remove it"
+            )

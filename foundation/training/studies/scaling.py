@@ -83,6 +83,8 @@ def scaling(config: ScalingConfig) -> dict[str, Any]:
     show(config, "scaling")
     best = _best(Dataset.open(config.dataset), config)
     outcomes = config.run({"dnn": config.dnn, **config.sizes})
+    if not all(any(name == run for run, _ in outcomes) for name in ("dnn", *config.sizes)):
+        raise ValueError(f"{config.out}: every size and the DNN need at least one result")
     numbers = _numbers(outcomes, config, best)
     atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")
     page = table(numbers)
@@ -110,13 +112,16 @@ def _best(dataset: Dataset, config: ScalingConfig) -> float:
 
 
 def _numbers(outcomes: Mapping[tuple[str, int], Outcome], config: ScalingConfig, best: float) -> dict[str, Any]:
+    def runs(name: str) -> list[Outcome]:
+        return [outcomes[name, seed] for seed in config.seeds if (name, seed) in outcomes]
+
     def ne(name: str) -> list[float]:
-        return [outcomes[name, seed].metrics[config.task]["all"]["ne"] for seed in config.seeds]
+        return [run.metrics[config.task]["all"]["ne"] for run in runs(name)]
 
     dnn = float(np.mean(ne("dnn")))
     sizes: dict[str, Any] = {}
     for name in ("dnn", *config.sizes):
-        run, values = outcomes[name, config.seeds[0]], Difference.of(ne(name))
+        run, values = runs(name)[0], Difference.of(ne(name))
         sizes[name] = {
             "dense": run.dense,
             "flops_per_impression": run.flops,
@@ -124,7 +129,7 @@ def _numbers(outcomes: Mapping[tuple[str, int], Outcome], config: ScalingConfig,
             "ne": values.mean,
             "error": values.error,
             "gap_closed": (dnn - values.mean) / (dnn - best),
-            "seconds": float(np.mean([outcomes[name, seed].seconds for seed in config.seeds])),
+            "seconds": float(np.mean([run.seconds for run in runs(name)])),
         }
     points = [(sizes[name]["training_flops"], sizes[name]["ne"]) for name in config.sizes]
     line = Line.through([x for x, _ in points], [y for _, y in points])

@@ -289,7 +289,8 @@ def test_slice_histories_equal_brute_force(slice_dir: Path, rows: pa.Table) -> N
             earlier["user_id"], earlier["watch_seq"], earlier["like_seq"], earlier["last_time_ms"], strict=True
         )
     }
-    names = ["user_id", "time_ms", "video_id", "author_id", "tag", "tab", "is_click", "long_view", "is_like"]
+    names = ["user_id", "time_ms", "video_id", "author_id", "tag", "tab"]
+    names += ["is_click", "long_view", "is_like", "is_profile_enter"]
     columns = [rows[n].to_pylist() for n in names]
     by_user: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for event in zip(*columns, strict=True):
@@ -298,7 +299,7 @@ def test_slice_histories_equal_brute_force(slice_dir: Path, rows: pa.Table) -> N
     for i, (user, time) in enumerate(zip(columns[0], columns[1], strict=True)):
         past = [e for e in by_user[user] if e[0] < time]
         seen, liked, last = before.get(user, ([], set(), 0))
-        seeds = [(None, v, None, None, None, 2, None, int(v in liked)) for v in (seen if time > last else [])]
+        seeds = [(None, v, None, None, None, 2, None, int(v in liked), None) for v in (seen if time > last else [])]
         shown = (seeds + past)[-50:]
         clicked = [e for e in past if e[5] == 1][-20:]
         assert built["shown_video"][i] == [e[1] for e in shown]
@@ -307,6 +308,7 @@ def test_slice_histories_equal_brute_force(slice_dir: Path, rows: pa.Table) -> N
         assert built["shown_click"][i] == [e[5] for e in shown]
         assert built["shown_long_view"][i] == [e[6] for e in shown]
         assert built["shown_like"][i] == [e[7] for e in shown]
+        assert built["shown_profile_enter"][i] == [e[8] for e in shown]
         assert built["clicked_video"][i] == [e[1] for e in clicked]
         assert built["clicked_author"][i] == [e[2] for e in clicked]
         assert built["clicked_tag"][i] == [e[3] for e in clicked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,31 @@ def test_a_run_is_measured_kept_and_not_mistaken(small: dict[str, Any]) -> None:
     assert [job.result for job in plan(variants, [0], **small)] == [job.result for job in jobs]  # the same: kept
     with pytest.raises(ValueError, match="of another config of 'whole'"):
         plan({"whole": {"model": {"width": 16}}}, [0], **small)
+
+
+def test_results_from_elsewhere_make_a_table_without_training(small: dict[str, Any], tmp_path: Path) -> None:
+    variants = {
+        "whole": {},
+        "without history": _without_history(small["dataset"]),
+        "never run": {"ema": {"decay": 0.5}},
+    }
+    runs = {key: small[key] for key in ("preset", "dataset", "split")}
+    (job,) = plan({"whole": variants["whole"]}, [0], **small)
+    run_one(job)
+    for name in ("whole", "without history"):  # the second is another run's numbers: only the table matters here
+        place = tmp_path / name / "seed-0"
+        place.mkdir(parents=True)
+        content = json.loads(job.result.read_text())
+        content["config"]["model"]["streams"]["left_out"] = (
+            variants[name].get("model", {}).get("streams", {}).get("left_out", [])
+        )
+        (place / "result.json").write_text(json.dumps(content))
+    config = AblationsConfig(**runs, out=tmp_path, variants=variants, against="whole", train=False)
+    numbers = ablations(config)
+    assert list(numbers) == ["whole", "without history"] and numbers["whole"]["seeds"] == [0]
+    assert not list(tmp_path.glob("*/*/run"))
+    with pytest.raises(ValueError, match="no result of 'never run'"):
+        ablations(AblationsConfig(**runs, out=tmp_path, variants=variants, against="never run", train=False))
 
 
 @pytest.mark.parametrize(
@@ -121,12 +147,17 @@ def test_tables_and_picture() -> None:
     cell = {"mean": 0.75, "change": 0.0, "error": 0.0}
     other = {"mean": 0.74, "change": -0.01, "error": 0.002}
     numbers = {
-        name: {"flops": 2e6, "dense": 10, "tasks": {"click": dict.fromkeys(("auc", "gauc", "ne"), value)}}
+        name: {
+            "flops": 2e6,
+            "dense": 10,
+            "seeds": [0, 1],
+            "tasks": {"click": dict.fromkeys(("auc", "gauc", "ne"), value)},
+        }
         for name, value in {"plain": other, "whole": cell}.items()
     }
     rows = table(numbers, "whole", ["click"]).splitlines()
-    assert rows[2] == "| whole | 2.00 | 0.7500 | 0.7500 | 0.7500 |"
-    assert rows[3] == "| plain | 2.00 | -0.0100 ± 0.0020 | -0.0100 ± 0.0020 | -0.0100 ± 0.0020 |"
+    assert rows[2] == "| whole | 2.00 | 2 | 0.7500 | 0.7500 | 0.7500 |"
+    assert rows[3] == "| plain | 2.00 | 2 | -0.0100 ± 0.0020 | -0.0100 ± 0.0020 | -0.0100 ± 0.0020 |"
 
     size = {"dense": 1e6, "flops_per_impression": 1e6, "error": math.nan, "seconds": 1.0}
     sizes = {
