@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 KUAIRAND = {"schema": "configs/datasets/kuairand.yaml", "events": 50, "impressions": 1}
 SIZES = {
     "tiny": (750_000, {}),
-    "kuairand": (1_420_000, KUAIRAND),
+    "kuairand": (1_410_000, KUAIRAND),
     "small": (22_010_000, {}),
     "base": (322_060_000, {}),
     "large": (1_057_240_000, {}),
