@@ -2,13 +2,15 @@
 
     python -m foundation.parallel.benchmarks.cluster --ranks 4 --out OUT [--preset foundation/large] [--limit 300]
 
-Equality with one process; samples per second, MFU, weak and strong scaling of a preset on heavy-tailed histories, with
-and without overlap, with rounded rows, with every dense dimension; exposed communication and a picture of a step; a run
-that is saved on all ranks and goes on with the same losses on half of them and on one; a run of which a rank is killed
-and that restarts by itself. Without GPUs it runs on processes over Gloo.
+Samples per second, MFU, local MFU of layers, weak and strong scaling of a preset on heavy-tailed histories, with and
+without overlap and load balance, with rounded rows and gradients, with every dense dimension; memory beside what
+`opengem plan` says; exposed communication and a picture of a step; equality with one process; a run that is saved on
+all ranks and goes on with the same losses on half of them and on one; a run of which a rank is killed and that restarts
+by itself. Without GPUs it runs on processes over Gloo.
 
-Every part has a time limit. What is found is in `OUT/results.jsonl` at once, and in `OUT/results.json` in the end; what
-failed or took too long is there by name, and the parts after it are run all the same.
+What says most comes first, every part has a time limit, and checks of small models run side by side. What is found is
+in `OUT/results.jsonl` at once, and in `OUT/results.json` in the end; what failed or took too long is there by name, and
+the parts after it are run all the same.
 """
 
 from __future__ import annotations
@@ -16,28 +18,40 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing as mp
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foundation.parallel.benchmarks.cluster_parts import EVERY, SAVED, Options, ways
+from foundation.data.options import parse_config
+from foundation.parallel.benchmarks.cluster_bench import Options, ways
+from foundation.parallel.benchmarks.cluster_parts import EVERY, SAVED
+from foundation.parallel.benchmarks.fully_sharded import CASES
+from foundation.parallel.preview.memory import OUTSIDE
+from foundation.parallel.preview.plan import PlanConfig, work_out
+from foundation.parallel.topology import DenseSizes, SparseSizes
 
 LIMITS = {
     "links": 20.0,
     "equality": 60.0,
     "weak": 45.0,
+    "layers": 20.0,
     "strong": 30.0,
     "trace": 40.0,
     "save": 25.0,
     "resume": 30.0,
     "survive": 60.0,
+    "fully sharded": 40.0,
 }
 """Seconds that a part may take, by its kind."""
 START = 60.0
@@ -57,6 +71,7 @@ class Launcher:
     limit: float
     begun: float = field(default_factory=time.monotonic)
     launches: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, ranks: int, parts: list[str], first_limit: float = 0.0) -> None:
         """Runs parts on so many ranks; after one that fails, the rest in new processes.
@@ -66,7 +81,7 @@ class Launcher:
         """
         left = list(parts)
         while left:
-            if not self._time():
+            if self.left() <= 0:
                 self.note(left, "not run: no time left")
                 return
             launch, process = self.start(ranks, left)
@@ -79,7 +94,9 @@ class Launcher:
 
     def start(self, ranks: int, parts: list[str], *more: str, devices: str | None = None) -> tuple[int, Any]:
         """Starts processes for some parts; `more` goes to torchrun, `devices` says which GPUs it sees."""
-        self.launches += 1
+        with self._lock:
+            self.launches += 1
+            launch = self.launches
         values = json.dumps({**asdict(self.options), "out": str(self.options.out)})
         command = [
             sys.executable,
@@ -91,11 +108,11 @@ class Launcher:
             "c10d",
         ]
         command += ["--rdzv_endpoint", "localhost:0", *more, "-m", "foundation.parallel.benchmarks.cluster_parts"]
-        command += ["--launch", str(self.launches), "--options", values, *parts]
+        command += ["--launch", str(launch), "--options", values, *parts]
         environment = dict(os.environ) | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
-        log = (self.options.out / f"launch-{self.launches}.log").open("w")
+        log = (self.options.out / f"launch-{launch}.log").open("w")
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        return self.launches, process
+        return launch, process
 
     def _watch(self, launch: int, process: Any, parts: list[str], first_limit: float) -> str:
         """Waits until the processes end or a part takes too long; returns why they ended."""
@@ -110,7 +127,7 @@ class Launcher:
                 part = begun[-1]["begin"]
                 allowed = LIMITS[part.partition(":")[0]] + (first_limit if part == parts[0] else 0.0)
                 late = time.time() - begun[-1]["time"] > allowed
-            if late or not self._time():
+            if late or self.left() <= 0:
                 self.stop(launch, process)
                 return "took too long"
         return f"ended with {process.returncode}: {self.tail(launch)}"
@@ -129,7 +146,7 @@ class Launcher:
     def wait(self, launch: int, process: Any, seconds: float) -> None:
         """Waits for the end of a launch, no longer than that."""
         try:
-            process.wait(max(1.0, min(seconds, self.limit - (time.monotonic() - self.begun))))
+            process.wait(max(1.0, min(seconds, self.left())))
         except subprocess.TimeoutExpired:
             self.stop(launch, process)
 
@@ -146,22 +163,30 @@ class Launcher:
             file.writelines(json.dumps({"failed": part, "why": why}) + "\n" for part in parts)
         print(f"{', '.join(parts)}: {why}", flush=True)
 
+    def write(self, line: dict[str, Any]) -> None:
+        """Adds a line to the results, and shows it."""
+        with (self.options.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
     def tail(self, launch: int) -> str:
         """The end of what a launch printed."""
         text = (self.options.out / f"launch-{launch}.log").read_text()
         errors = [line for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
         return " | ".join(errors[-3:])[-600:]
 
-    def _time(self) -> bool:
-        return time.monotonic() - self.begun < self.limit
+    def left(self) -> float:
+        """Seconds that are left for everything."""
+        return self.limit - (time.monotonic() - self.begun)
 
 
 def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
     """The saved run goes on with half of the ranks and with one, both at once."""
     sizes = sorted({max(1, ranks // 2), 1})
     started, first = [], 0
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     for size in sizes:
-        devices = ",".join(str(first + i) for i in range(size)) if torch.cuda.is_available() else None
+        devices = ",".join(seen.split(",")[first : first + size]) if torch.cuda.is_available() else None
         started.append(launcher.start(size, ["resume"], devices=devices))
         first += size
     for launch, process in started:
@@ -173,14 +198,14 @@ def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
             launcher.note([f"resume on {size}"], launcher.tail(launch))
             continue
         pairs = zip(found[-1], saved[-1][SAVED:], strict=True)
-        _write(launcher, {"resumed on": size, "largest difference of a loss": max(abs(a - b) for a, b in pairs)})
+        launcher.write({"resumed on": size, "largest difference of a loss": max(abs(a - b) for a, b in pairs)})
 
 
 def kill_a_rank(launcher: Launcher, ranks: int) -> None:
     """Kills the last rank between two checkpoints with signal 9 and measures what that costs."""
     launch, process = launcher.start(ranks, ["survive"], "--max-restarts", "2")
     killed, at = 0.0, EVERY + 2
-    until = time.monotonic() + START
+    until = time.monotonic() + min(START, launcher.left())
     while time.monotonic() < until and process.poll() is None and not killed:
         time.sleep(0.05)
         if any(line.get("step", 0) >= at for line in launcher.lines(launch)):
@@ -197,33 +222,83 @@ def kill_a_rank(launcher: Launcher, ranks: int) -> None:
         launcher.note(["survive"], f"killed: {bool(killed)}; {launcher.tail(launch)}")
         return
     back = next(line["time"] for line in again if line["step"] > before)
-    _write(
-        launcher,
+    launcher.write(
         {
             "killed after step": before,
             "went on from step": again[0]["step"] - 1,
             "seconds to the first repeated step": again[0]["time"] - killed,
             "seconds lost": back - killed,
             "largest difference of a loss": max(abs(a - b) for a, b in zip(ended[-1], whole[-1], strict=True)),
-        },
+        }
     )
 
 
-def _write(launcher: Launcher, line: dict[str, Any]) -> None:
-    with (launcher.options.out / "results.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(json.dumps(line), flush=True)
+def planned_gb(options: Options, ranks: int, dense: DenseSizes, sparse: SparseSizes) -> float:
+    """GB that `opengem plan` says of a rank's tensors at most in a step."""
+    topology = options.out / f"topology-{ranks}.yaml"
+    topology.write_text(f"gpus_per_host: {ranks}\n")
+    values = {
+        "config": options.preset,
+        "schema": options.schema,
+        "topology": topology,
+        "most_rows": options.most_rows,
+        "impressions": options.impressions,
+        "events": options.mean,
+        "sigma": options.sigma,
+        "reader.batch_size": options.requests * options.impressions,
+        "precision": "bf16",
+        "ema.decay": 0,
+        "parallel.dense.shard": dense.shard,
+        "parallel.dense.expert": dense.expert,
+        "parallel.dense.wire": dense.wire,
+        "parallel.sparse.replicas": sparse.replicas,
+        "parallel.sparse.wire": sparse.wire,
+    }
+    arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+    terms = work_out(parse_config(PlanConfig, arguments, name="plan")).memory.terms
+    return sum(count for name, count in terms.items() if name != OUTSIDE) / 1e9
+
+
+def plan_all(launcher: Launcher, ranks: int, pool: ProcessPoolExecutor) -> None:
+    """Starts to plan all ways; what is planned comes into the results when it is there."""
+
+    def tell(name: str, size: int, future: Future[float]) -> None:
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            launcher.note([f"plan {name} on {size}"], str(error))
+        elif not future.cancelled():
+            launcher.write({"planned": name, "on": size, "gb": future.result()})
+
+    wanted = ["replica", "bf16", "shard", "expert", "table replicas"]
+    for size in sorted({1, ranks}):
+        for name, way in ways(size).items():
+            if name in wanted:
+                future = pool.submit(planned_gb, launcher.options, size, way.parallel.dense, way.parallel.sparse)
+                future.add_done_callback(partial(tell, name, size))
 
 
 def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
-    """All results by name, with scaling ratios."""
+    """All results by name, with scaling ratios and planned memory."""
     lines = launcher.lines()
-    found: dict[str, Any] = {f"{line['part']} on {line['ranks']}": line["found"] for line in lines if "part" in line}
-    one = found.get("weak:replica on 1", {}).get("samples_per_second")
+    found: dict[str, Any] = {
+        f"{line['measured']} on {line['ranks']}": line["found"] for line in lines if "measured" in line
+    }
+    found |= {f"{line['part']} on {line['ranks']}": line["found"] for line in lines if "part" in line}
+    one = found.get("weak:replica on 1", {})
+    planned = {(line["planned"], line["on"]): line["gb"] for line in lines if "planned" in line}
     for name, line in found.items():
-        if one and name.endswith(f" on {ranks}") and name.startswith(("weak:", "strong:")):
-            line["scaling"] = line["samples_per_second"] / ranks / one
-    more = [line for line in lines if not {"begin", "part", "step", "case"} & line.keys()]
+        kind, _, rest = name.partition(":")
+        if kind not in ("weak", "strong"):
+            continue
+        way, _, size = rest.rpartition(" on ")
+        if one and int(size) == ranks:
+            line["scaling"] = line["samples_per_second"] / ranks / one["samples_per_second"]
+        if one.get("mfu") and int(size) == ranks:
+            line["scaling_of_mfu"] = line["mfu"] / one["mfu"]
+        if kind == "weak" and (way, int(size)) in planned and line["memory_gb"]:
+            line["planned_gb"] = planned[way, int(size)]
+            line["planned_over_measured"] = line["planned_gb"] / line["memory_gb"]
+    more = [line for line in lines if not {"begin", "part", "step", "case", "measured", "planned"} & line.keys()]
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -234,14 +309,17 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
     }
 
 
-def together(ranks: int) -> list[list[str]]:
-    """Parts by launch: what is compared starts from fresh processes."""
-    first, *others = ways(ranks)
-    return [
-        ["links", f"weak:{first}", f"trace:{first}", "save", "equality"],
-        [f"strong:{first}"],
-        *([f"weak:{way}", f"trace:{way}"] for way in others),
-    ]
+def launches(ranks: int) -> tuple[list[str], list[str]]:
+    """Parts before and after the checks of small models, what says most first."""
+    if ranks == 1:
+        return ["trace:replica", "save"], []
+    every = list(ways(ranks))
+    others = [way for way in every if way not in ("replica", "bf16")]
+    first = ["links", "weak:bf16", "trace:bf16", "layers:bf16", "weak:replica", "trace:replica", "save"]
+    traced = ("bf16 no overlap", "shard")
+    rest = [part for way in others for part in (f"weak:{way}", *([f"trace:{way}"] if way in traced else []))]
+    rest.insert(3, "strong:bf16")
+    return first, rest
 
 
 def main() -> None:
@@ -251,13 +329,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", default="foundation/large")
     parser.add_argument("--schema", default="configs/datasets/streams.yaml")
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--impressions", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--impressions", type=int, default=16)
     parser.add_argument("--mean", type=int, default=512)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--most_rows", type=int, default=1_000_000)
-    parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
@@ -269,14 +347,30 @@ def main() -> None:
         raise SystemExit(f"{options.out} is not empty")
     options.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(options, limit)
-    if not only or "weak:replica" in only:
-        launcher.run(1, ["weak:replica"], first_limit=90.0)
-    for parts in together(ranks):
-        launcher.run(ranks, [part for part in parts if not only or part in only], first_limit=60.0)
-    if not only or "resume" in only:
-        resume_elsewhere(launcher, ranks)
-    if not only or "survive" in only:
-        kill_a_rank(launcher, ranks)
+
+    def chosen(parts: list[str]) -> list[str]:
+        return [part for part in parts if not only or part in only]
+
+    first, rest = launches(ranks)
+    checks = {
+        "equality": lambda: launcher.run(ranks, ["equality"], first_limit=60.0),
+        "resume": lambda: resume_elsewhere(launcher, ranks),
+        "survive": lambda: kill_a_rank(launcher, ranks),
+    }
+    if torch.cuda.is_available() and ranks > 1:
+        checks["fully sharded"] = lambda: launcher.run(ranks, [f"fully sharded:{name}" for name in CASES])
+    with ProcessPoolExecutor(2, mp_context=mp.get_context("spawn")) as pool:
+        if chosen(["plan"]):
+            plan_all(launcher, ranks, pool)
+        launcher.run(1, chosen(["weak:replica", "layers:replica"]), first_limit=90.0)
+        launcher.run(ranks, chosen(first), first_limit=60.0)
+        threads = [threading.Thread(target=checks[name]) for name in chosen(list(checks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        launcher.run(ranks, chosen(rest), first_limit=30.0)
+        pool.shutdown(wait=launcher.left() > 0, cancel_futures=True)
     found = summary(launcher, ranks)
     (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, line in found["found"].items():

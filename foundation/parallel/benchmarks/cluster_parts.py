@@ -11,8 +11,7 @@ import gc
 import json
 import os
 import time
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,75 +21,19 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.data.batch import Batch
-from foundation.data.schema import Schema
-from foundation.model.benchmarks.presets import model_config, table_rows
-from foundation.model.flops import TRAINING, Load, forward_flops
-from foundation.model.gem import GEM
-from foundation.parallel.benchmarks import equality
+from foundation.parallel.benchmarks import equality, fully_sharded
+from foundation.parallel.benchmarks.cluster_bench import BATCHES, Bench, Options, ways
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.join import join_ranks
-from foundation.parallel.parallelize import parallelize
-from foundation.parallel.plan import SparseConfig
-from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
+from foundation.parallel.topology import DenseSizes, ParallelConfig
 from foundation.parallel.trace import Trace, exposure, picture
-from foundation.training.benchmarks.step import StepConfig, make_batch
 from foundation.training.checkpoint_files import find_checkpoint, read_manifest, read_tensors, write_checkpoint
-from foundation.training.ema import EMAConfig
-from foundation.training.optimizer import DenseConfig
 from foundation.training.peaks import device_peak
 from foundation.training.state import TrainState
 
 SAVED, TRAINED, EVERY = 4, 10, 3
 """Steps until a checkpoint and in all where runs go on elsewhere; steps between checkpoints where a rank is killed."""
-BATCHES = 4
-"""Different batches of a rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What all parts know.
-
-    Args:
-        out: folder of the results.
-        preset, schema: the model that is measured, and of what data.
-        requests: of a rank's batch; with strong scaling of all ranks' batches together.
-        impressions, mean, longest, sigma: as in `foundation.training.benchmarks.step`.
-        most_rows: no table has more.
-        warm, steps: steps before measuring, and measured.
-        pause: seconds of each step of the run whose rank is killed, so that there is time to kill it.
-    """
-
-    out: Path
-    preset: str
-    schema: str
-    requests: int
-    impressions: int
-    mean: int
-    longest: int
-    sigma: float
-    most_rows: int
-    warm: int
-    steps: int
-    pause: float
-
-
-def ways(world: int) -> dict[str, ParallelConfig]:
-    """Ways to spread the measured model, by name; the first is the one that others are compared with."""
-    plain = ParallelConfig()
-    found = {"replica": plain}
-    if world > 1:
-        found |= {
-            "no overlap": replace(plain, overlap=False),
-            "bf16 rows": replace(plain, sparse=SparseSizes(wire="bf16")),
-            "shard": replace(plain, dense=DenseSizes(shard=world)),
-            "expert": replace(plain, dense=DenseSizes(expert=2, shard=1 if world == 2 else world // 2)),
-            "table replicas": replace(plain, sparse=SparseSizes(replicas=2)),
-        }
-        if torch.cuda.is_available():
-            found["bf16 gradients"] = replace(plain, dense=DenseSizes(wire="bf16"))
-            found["fp8 rows"] = replace(plain, sparse=SparseSizes(wire="fp8"))
-    return found
 
 
 class Rank:
@@ -108,6 +51,7 @@ class Rank:
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
         self.cuda = self.device.type == "cuda"
+        self._bench: tuple[str, Bench] | None = None
 
     def tell(self, **line: Any) -> None:
         """Appends a line to the results, from rank 0."""
@@ -124,7 +68,11 @@ class Rank:
         elif kind == "links":
             found = self.links()
         elif kind in ("weak", "strong"):
-            found = self.speed(ways(self.world)[which], strong=kind == "strong")
+            found = self.speed(which, strong=kind == "strong")
+        elif kind == "layers":
+            found = self.layers(which)
+        elif kind == "fully sharded":
+            found = fully_sharded.compare(self.device, **fully_sharded.CASES[which])
         elif kind == "trace":
             found = self.trace(which)
         elif kind == "save":
@@ -135,9 +83,6 @@ class Rank:
             assert kind == "survive", part
             found = self.survive()
         self.tell(part=part, found=found)
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
 
     def equality(self) -> dict[str, Any]:
         """Every combination against one process, in float32."""
@@ -170,32 +115,45 @@ class Rank:
             found[f"{name} GB/s"] = times * 4 * sent.numel() / sorted(seconds)[2] / 1e9
         return found
 
-    def speed(self, way: ParallelConfig, strong: bool = False) -> dict[str, Any]:
+    def speed(self, which: str, strong: bool = False) -> dict[str, Any]:
         """Steps per second; batches are on the device already."""
-        bench = _Bench(self, way, self.options.requests // self.world if strong else self.options.requests)
+        bench = self._built(which, strong=strong)
         bench.steps(self.options.warm)
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds = bench.steps(self.options.steps)
-        flops, impressions, heaviest = bench.work(self.options.steps)
+        count = max(1, self.options.steps // BATCHES) * BATCHES  # every batch as often
+        seconds = bench.steps(count)
+        flops, impressions, heaviest = bench.work(count)
         peak = device_peak(self.device, "bf16")
         rate = flops / seconds / self.world
-        return {
-            "step_ms": seconds / self.options.steps * 1e3,
+        found = {
+            "step_ms": seconds / count * 1e3,
             "samples_per_second": impressions / seconds,
             "tflops": rate / 1e12,
             "mfu": rate / peak if peak else None,
             "imbalance": heaviest,
             "memory_gb": self._most(torch.cuda.max_memory_allocated() / 1e9 if self.cuda else 0.0),
+            "held_before_gb": self._most(bench.held / 1e9),
             "loss": bench.loss,
         }
+        self.tell(measured=f"{'strong' if strong else 'weak'}:{which}", found=found)
+        few = max(1, count // 2)
+        unreduced = None if strong else bench.unreduced(few)
+        if unreduced is not None:
+            found["step_ms_gradients_unreduced"] = unreduced / few * 1e3
+        return found
+
+    def layers(self, which: str) -> dict[str, Any]:
+        """Local MFU by type of layer."""
+        bench = self._built(which)
+        bench.steps(1)
+        return bench.layers()
 
     def trace(self, which: str) -> dict[str, Any]:
         """Exposed communication of two steps, means over ranks, and a picture of the second."""
-        bench = _Bench(self, ways(self.world)[which], self.options.requests)
-        bench.steps(self.options.warm)
+        bench = self._built(which)
         kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.cuda else [])
-        bench.steps(1, last=False)
+        bench.steps(BATCHES, last=False)
         with profile(activities=kinds) as profiler:
             bench.steps(2, last=False)
         path = Path(f"/tmp/trace-{os.getpid()}.json")
@@ -248,6 +206,18 @@ class Rank:
             time.sleep(self.options.pause)
         return {"losses": losses}
 
+    def _built(self, which: str, strong: bool = False) -> Bench:
+        """The measured model; that of the part before if it is spread in the same way."""
+        key = f"{which} {strong}"
+        if self._bench is None or self._bench[0] != key:
+            self._bench = None
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
+            requests = self.options.requests // self.world if strong else self.options.requests
+            self._bench = key, Bench(self.options, ways(self.world)[which], requests, self.device)
+        return self._bench[1]
+
     def _small(self) -> TrainState:
         """A small model on tables that are cut by rows."""
         dense = DenseSizes(shard=min(2, self.world))
@@ -276,63 +246,6 @@ class Rank:
         most = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return most.item()
-
-
-class _Bench:
-    """The measured model and its batches, on this rank."""
-
-    def __init__(self, rank: Rank, way: ParallelConfig, requests: int) -> None:
-        options, self.rank, self.way = rank.options, rank, way
-        schema = Schema.load(options.schema)
-        rows = table_rows(schema, options.most_rows)
-        shape = StepConfig(
-            preset=options.preset,
-            schema=options.schema,
-            requests=requests,
-            impressions=options.impressions,
-            mean=options.mean,
-            longest=options.longest,
-            sigma=options.sigma,
-        )
-        own = [make_batch(shape, schema, rows, seed=rank.rank * 100 + number) for number in range(BATCHES)]
-        torch.manual_seed(0)
-        with rank.device:  # the same numbers on every device of a kind, and much sooner
-            model = GEM(model_config(options.preset), schema, rows)
-        self.flops = [TRAINING * sum(forward_flops(model, Load.of(batch)).values()) for batch in own]
-        self.events = [sum(int(o[-1]) for o in batch.sequence_offsets.values()) for batch in own]
-        topology = Topology(gpus_per_host=rank.world)
-        spread = parallelize(model, SparseConfig(), rank.device, way, topology, gathered=torch.bfloat16)
-        self.state = TrainState.of(spread, DenseConfig(), EMAConfig(decay=0.0))
-        self.batches = [batch.to(rank.device) for batch in own]
-        self.state.model.train()
-        self.done = 0
-        self.loss = float("nan")
-
-    def steps(self, count: int, last: bool = True) -> float:
-        """Seconds of some steps, together; with `last` no ids are sent out behind the last one."""
-        self.rank._wait()
-        start = time.perf_counter()
-        loss = torch.zeros(())
-        for left in range(count, 0, -1):
-            batch = self.batches[self.done % BATCHES]
-            following = self.batches[(self.done + 1) % BATCHES] if self.way.overlap and (left > 1 or not last) else None
-            loss = train_step(self.state, batch, following, self._autocast)
-            self.done += 1
-        self.rank._wait()
-        seconds = time.perf_counter() - start
-        self.loss = mean_loss(loss)
-        return seconds
-
-    def work(self, count: int) -> tuple[float, int, float]:
-        """Useful operations and impressions of all ranks in the last steps; events of the heaviest over the mean."""
-        places = [number % BATCHES for number in range(self.done - count, self.done)]
-        flops = self.rank._sum(sum(self.flops[place] for place in places))
-        impressions = int(self.rank._sum(sum(self.batches[place].num_impressions for place in places)))
-        ratios = [self.rank._most(self.events[p]) / (self.rank._sum(self.events[p]) / self.rank.world) for p in places]
-        return flops, impressions, sum(ratios) / len(ratios)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.rank.device.type, torch.bfloat16)
 
 
 def main() -> None:
