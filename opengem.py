@@ -145,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, MemoryError) as error:
-        print(f"error: {_said(error)}", file=sys.stderr)
+        from foundation.parallel.final_error import FINAL, report
+
+        report(f"error: {_said(error)}", final=isinstance(error, FINAL))
         return USAGE_ERROR
 
 

@@ -32,6 +32,7 @@ from foundation.parallel.plan import (
 )
 from foundation.parallel.ranges import FORWARD, GRADIENT_REDUCE
 from foundation.parallel.recat import remember_permutations
+from foundation.parallel.replica_parts import ReplicaParts
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
 from foundation.parallel.wire import codecs
@@ -44,6 +45,7 @@ class ParallelModel(DistributedModelParallel):
         layout: its groups of ranks.
         momentum_scale: what AdaGrad's sums of squares are divided by.
         replicas: averages the tables of replica groups; None where there is one group.
+        parts: of rows that replicas hold alone between forward and backward pass; None where they hold all.
         lookups: of the tables.
     """
 
@@ -51,6 +53,9 @@ class ParallelModel(DistributedModelParallel):
     lookups: Lookups
     momentum_scale: float = 1.0
     replicas: TableReplicas | None = None
+    parts: ReplicaParts | None = None
+    _sync_every: int = 1
+    _unsynced: int = 0
 
     def forward(self, *inputs: Any) -> Any:
         """What the model itself computes."""
@@ -58,10 +63,25 @@ class ParallelModel(DistributedModelParallel):
             return super().forward(*inputs)
 
     def average_tables(self) -> None:
-        """To be called after every backward pass, which updates tables: makes replica groups equal again."""
-        if self.replicas is not None:
+        """To be called after every backward pass, which updates tables: makes replica groups equal again.
+
+        With `parallel.sparse.sync_every` above 1 only after so many; `settle_tables` does it in between.
+        """
+        self._unsynced += 1
+        if self._unsynced >= self._sync_every:
+            self.settle_tables()
+
+    def settle_tables(self) -> None:
+        """Makes tables whole and replica groups equal, if they are not; a collective call.
+
+        To be called before tables are read from outside of a step, and after a step without a backward pass.
+        """
+        if self.parts is not None:
+            self.parts.gather()
+        if self.replicas is not None and self._unsynced:
             with record_function(GRADIENT_REDUCE):
                 self.replicas.average()
+        self._unsynced = 0
 
 
 def parallelize(
@@ -144,6 +164,9 @@ def parallelize(
     spread.to(device)
     if isinstance(env, ShardingEnv2D):
         spread.replicas = TableReplicas(spread, env.replica_pg)
+        spread._sync_every = config.sparse.sync_every
+        if config.sparse.fully_sharded:
+            spread.parts = ReplicaParts(spread, env.replica_pg)
 
     expert_mesh = _expert_mesh(groups, device)
     if expert_mesh is not None:

@@ -10,27 +10,31 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class TableSize:
-    """A table's name, rows, and width of a row."""
+    """A table's name, rows, width of a row, and whether rows are summed where they lie (bags)."""
 
     name: str
     rows: int
     dim: int
+    pooled: bool = False
 
 
 def place_tables(tables: Iterable[TableSize], row_wise_from: int, ranks: int) -> dict[str, int | None]:
     """The rank of each table, None for one that is cut by rows over all.
 
-    Large tables are cut; the others are placed whole, the largest first, each on the rank that holds least so far.
+    A rank that holds a whole table sends its rows to all ranks of the group while these wait: up to as many as the
+    table has, to each. Tables of which that would be too many are cut; the others are placed whole, the largest first,
+    each on the rank that holds least so far. Bags are sent summed: a cut would make all ranks send as much.
 
     Args:
         tables: with names of their own.
-        row_wise_from: rows from which a table is cut.
+        row_wise_from: rows times ranks from which a table is cut; for bags rows.
         ranks: of a group.
     """
     held = np.zeros(ranks, dtype=np.int64)
     owner: dict[str, int | None] = {}
     for table in sorted(tables, key=lambda t: (-t.rows * t.dim, t.name)):
-        if ranks > 1 and table.rows >= max(row_wise_from, ranks):  # to deal ids by row, TorchRec waits for the device
+        sent = table.rows if table.pooled else table.rows * ranks
+        if ranks > 1 and sent >= row_wise_from:  # to deal ids by row, TorchRec waits for the device
             owner[table.name] = None
             continue
         rank = int(held.argmin())

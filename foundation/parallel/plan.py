@@ -28,8 +28,9 @@ class SparseConfig:
         eps: added to the root of the row's sum of squares.
         table_lr: learning rate by table name.
         initial_accumulator: what the sums of squares start from; larger makes the first updates of a row smaller.
-        row_wise_from: tables of at least this many rows are cut by rows over all ranks of a table group; others are
-            placed whole, the largest first, each on the rank that holds least so far.
+        row_wise_from: tables whose rows times the ranks of a table group (for bags: whose rows) come to this are cut by
+            rows over the group, as one rank would have to send so many; others are placed whole, the largest first,
+            each on the rank that holds least so far.
     """
 
     lr: float = 0.02
@@ -73,11 +74,7 @@ def sharding_plan(
         per_host: ranks of a host.
     """
     size = len(ranks)
-    sizes = [
-        TableSize(f"{path}.{table.name}", table.num_embeddings, table.embedding_dim)
-        for path, module in collections.items()
-        for table in tables_of(module)
-    ]
+    sizes = [table_size(path, module, table) for path, module in collections.items() for table in tables_of(module)]
     owner = place_tables(sizes, config.row_wise_from, size)
     choices: dict[str, dict[str, object]] = {path: {} for path in collections}
     for path, module in collections.items():
@@ -131,6 +128,12 @@ def fuse_optimizer(collections: dict[str, Collection], config: SparseConfig, mom
     if unknown:
         names = sorted(table.name for module in collections.values() for table in tables_of(module))
         raise ValueError(f"sparse.table_lr.{min(unknown)}: no such table; the model has {', '.join(names)}")
+
+
+def table_size(path: str, module: Collection, table: Any) -> TableSize:
+    """Name and size of a table of the module at this path."""
+    pooled = isinstance(module, EmbeddingBagCollection)
+    return TableSize(f"{path}.{table.name}", table.num_embeddings, table.embedding_dim, pooled)
 
 
 def tables_of(module: Collection) -> list[Any]:

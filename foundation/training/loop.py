@@ -251,6 +251,8 @@ class Loop:
             with self._waits.backward(loss):
                 self.fabric.backward(loss)
             state.model.average_tables()
+        else:
+            state.model.settle_tables()
         with self.ledger.optimizer():
             if self._run_ahead or usable:
                 norm = state.dense.clip()
@@ -342,6 +344,7 @@ class Loop:
         progress, config = self.state.progress, self.config.evaluation
         if self.validation is None or progress.evaluated_at == progress.step:
             return False
+        self.state.model.settle_tables()
         averaged = self.state.ema.swapped() if self.state.ema else nullcontext()
         with averaged, untouched_rng(self.fabric.device):
             self.results = evaluate(
@@ -384,6 +387,7 @@ class Loop:
         if self._saved_at == progress.step:
             return
         rank_state = {"rng": self._rng_before or rng_state(self.fabric.device), "reader": self._position}
+        self.state.model.settle_tables()
         metrics = finite(self.results) if progress.evaluated_at == progress.step else {}
         manifest = {**self.manifest, "progress": progress.to_dict(), "metrics": metrics}
         self.writer.save(progress.step, self.state.tensors(), rank_state, manifest, best=best)

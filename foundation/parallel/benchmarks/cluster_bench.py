@@ -85,6 +85,7 @@ def ways(world: int) -> dict[str, Way]:
             "shard": Way(parallel=replace(plain, dense=DenseSizes(shard=world))),
             "expert": Way(parallel=replace(plain, dense=DenseSizes(expert=2, shard=1 if world == 2 else world // 2))),
             "table replicas": Way(parallel=replace(plain, sparse=SparseSizes(replicas=2))),
+            "fully sharded": Way(parallel=replace(plain, sparse=SparseSizes(replicas=2, fully_sharded=True))),
         }
         if cuda:
             found["bf16 gradients"] = Way(parallel=replace(plain, dense=gradients))

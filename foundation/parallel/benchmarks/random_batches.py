@@ -17,7 +17,7 @@ class Sizes:
     """How large tables and batches are.
 
     Args:
-        users, items: rows of the two large tables; the third, of actions, has 8.
+        users, items: rows of the two large tables; the third, of actions, has 5.
         dim: of the tables.
         requests: of a batch of all ranks together.
         impressions: per request.
@@ -38,7 +38,7 @@ class Sizes:
     @property
     def table_rows(self) -> dict[str, int]:
         """Rows by table."""
-        return {"user": self.users, "item": self.items, "action": 8}
+        return {"user": self.users, "item": self.items, "action": 5}
 
     def schema(self) -> Schema:
         """Users with a history of items and actions; two dense columns; two tasks."""

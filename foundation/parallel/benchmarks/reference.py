@@ -41,6 +41,7 @@ def train_plain(
     dense: DenseConfig,
     momentum_scale: float,
     decay: float,
+    sync_every: int = 1,
 ) -> Trained:
     """Trains in place.
 
@@ -51,18 +52,21 @@ def train_plain(
         dense: AdamW for the rest.
         momentum_scale: what sums of squares are divided by.
         decay: `average = decay average + (1 - decay) weight` after each step.
+        sync_every: groups are averaged after so many steps, and in the end.
     """
     tables = {name: p for name, p in model.named_parameters() if name.startswith("embeddings.")}
-    momentum = {n: torch.full_like(p[:, 0], sparse.initial_accumulator * momentum_scale) for n, p in tables.items()}
+    start = sparse.initial_accumulator * momentum_scale
+    rows = [{name: p.detach().clone() for name, p in tables.items()} for _ in steps[0]]  # of each group
+    sums = [{name: torch.full_like(p[:, 0], start) for name, p in tables.items()} for _ in steps[0]]
     others = {name: p for name, p in model.named_parameters() if name not in tables}
     optimizer = DenseOptimizer(others, dense)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses = []
-    for parts in steps:
+    for number, parts in enumerate(steps, 1):
         weights = [float(part.weight.sum()) for part in parts]
-        updates: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in tables}
         loss_of_all = 0.0
-        for part, weight in zip(parts, weights, strict=True):
+        for part, weight, own, squares in zip(parts, weights, rows, sums, strict=True):
+            _fill(tables, own)
             share = weight / sum(weights)
             loss = model.loss(model(part), part).total
             (loss * share).backward()  # dense gradients add up over groups
@@ -72,13 +76,13 @@ def train_plain(
                 # Each group takes the mean over its own ranks: its sum is multiplied by the number of groups.
                 gradient = table.grad * len(parts)
                 table.grad = None
-                v = momentum[name] + gradient.square().mean(1)
-                root = (v / momentum_scale).sqrt() + sparse.eps
-                updates[name].append((table.detach() - sparse.lr * gradient / root[:, None], v))
-        with torch.no_grad():
-            for name, table in tables.items():
-                table.copy_(torch.stack([w for w, _ in updates[name]]).mean(0))
-                momentum[name] = torch.stack([v for _, v in updates[name]]).mean(0)
+                squares[name] = squares[name] + gradient.square().mean(1)
+                root = (squares[name] / momentum_scale).sqrt() + sparse.eps
+                own[name] = own[name] - sparse.lr * gradient / root[:, None]
+        _fill(tables, _mean(rows))
+        if number % sync_every == 0 or number == len(steps):
+            rows = [_mean(rows) for _ in rows]
+            sums = [_mean(sums) for _ in sums]
         optimizer.clip()
         optimizer.step()
         optimizer.zero_grad()
@@ -86,6 +90,16 @@ def train_plain(
             averages[name].lerp_(p.detach(), 1.0 - decay)
         losses.append(loss_of_all)
     moments = {key: value for key, value in optimizer.tensors().items() if isinstance(value, torch.Tensor)}
-    states = (model.state_dict(), momentum, moments, averages)
+    states = (model.state_dict(), sums[0], moments, averages)
     whole = [{name: value.detach().cpu() for name, value in state.items()} for state in states]
     return Trained(losses=losses, weights=whole[0], momentum=whole[1], moments=whole[2], averages=whole[3])
+
+
+def _mean(groups: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([own[name] for own in groups]).mean(0) for name in groups[0]}
+
+
+@torch.no_grad()
+def _fill(tables: dict[str, torch.nn.Parameter], rows: dict[str, torch.Tensor]) -> None:
+    for name, table in tables.items():
+        table.copy_(rows[name])

@@ -23,7 +23,7 @@ from foundation.model.benchmarks.presets import table_rows
 from foundation.model.flops import TRAINING
 from foundation.model.gem import GEM
 from foundation.parallel.placement import TableSize, place_tables
-from foundation.parallel.plan import collections_of, tables_of
+from foundation.parallel.plan import collections_of, table_size, tables_of
 from foundation.parallel.preview.devices import DeviceMemory
 from foundation.parallel.preview.load import Requests
 from foundation.parallel.preview.memory import OUTSIDE, memory_of
@@ -220,9 +220,7 @@ def _table_sizes(config: PlanConfig, schema: Schema, rows: dict[str, int]) -> li
     with torch.device("meta"):
         model = GEM(config.model, schema, rows)
     return [
-        TableSize(f"{path}.{table.name}", table.num_embeddings, table.embedding_dim)
-        for path, module in collections_of(model).items()
-        for table in tables_of(module)
+        table_size(path, module, table) for path, module in collections_of(model).items() for table in tables_of(module)
     ]
 
 

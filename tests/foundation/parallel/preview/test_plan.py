@@ -180,11 +180,16 @@ def test_what_cannot_be_is_one_line_with_the_numbers(
 
 def test_tables_are_placed_once_and_evenly() -> None:
     tables = [TableSize(f"t{i}", rows, 8) for i, rows in enumerate([1000, 64, 30, 20, 10, 7])]
-    owner = place_tables(tables, 100, 4)
+    owner = place_tables(tables, 400, 4)
     assert owner == {"t0": None, "t1": 0, "t2": 1, "t3": 2, "t4": 3, "t5": 3}
     for table in tables:
         assert rows_of_ranks(table, owner[table.name], 4).sum() == table.rows
     assert rows_of_ranks(TableSize("odd", 10, 8), None, 4).tolist() == [3, 3, 3, 1]
+    # In a large group one rank would have to send the rows of a small table to thousands; bags are sent summed.
+    small = [TableSize("rows", 1000, 8), TableSize("bags", 1000, 8, pooled=True)]
+    assert place_tables(small, 100_000, 4096) == {"rows": None, "bags": 0}
+    assert place_tables(small, 100_000, 8) == {"rows": 0, "bags": 1}
+    assert place_tables(small, 1, 1) == {"rows": 0, "bags": 0}
 
 
 @pytest.mark.slow
