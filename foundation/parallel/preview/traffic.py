@@ -108,9 +108,12 @@ def traffic_of(
     add("rows from tables", group, exchange(group, _answered(asked, owner, row, layout.table_shard)), True)
     back = sum(row[name] * _returned(look, owner[name], layout.table_shard) for name, look in asked.items())
     add("gradients of rows", group, exchange(group, float(back)), True)
-    held = sum(float(rows_of_ranks(t, owner[t.name], layout.table_shard).max()) * (t.dim + 1) for t in tables)
+    most = {t.name: float(rows_of_ranks(t, owner[t.name], layout.table_shard).max()) for t in tables}
+    held = sum(most[t.name] * (t.dim + 1) for t in tables)
     replicas = [row[0] for row in groups]
-    add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held), True)
+    add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held / config.sparse.sync_every), True)
+    if config.sparse.fully_sharded:
+        add("gather table replicas", replicas, ring(replicas, FLOAT * sum(most[t.name] * t.dim for t in tables)), True)
     return found
 
 

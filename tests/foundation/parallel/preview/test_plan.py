@@ -188,8 +188,8 @@ def test_tables_are_placed_once_and_evenly() -> None:
     # In a large group one rank would have to send the rows of a small table to thousands; bags are sent summed.
     small = [TableSize("rows", 1000, 8), TableSize("bags", 1000, 8, pooled=True)]
     assert place_tables(small, 100_000, 4096) == {"rows": None, "bags": 0}
-    assert place_tables(small, 100_000, 8) == {"rows": 0, "bags": 1}
-    assert place_tables(small, 1, 1) == {"rows": 0, "bags": 0}
+    assert place_tables(small, 100_000, 8) == {"bags": 0, "rows": 1}
+    assert place_tables(small, 1, 1) == {"bags": 0, "rows": 0}
 
 
 @pytest.mark.slow
