@@ -73,5 +73,5 @@ class _Rows:
         storage.resize_(part.numel() * self._copies * part.element_size())
         # A tensor of its own: it may be longer than the rows, and autograd counts what is written to them.
         whole = torch.empty(0, dtype=part.dtype, device=part.device)
-        whole.set_(storage, 0, (part.numel() * self._copies,))
+        whole.set_(storage, 0, (part.numel() * self._copies,), (1,))
         dist.all_gather_into_tensor(whole, part, group=self._group)
