@@ -115,7 +115,8 @@ class Outcome:
 def cases(world: int) -> list[Case]:
     """Every combination of sizes 1 and 2 that multiplies to the number of ranks, and 1D and 2D tables.
 
-    With 2 ranks each dense combination meets each of the tables; beyond that each meets one, and plans take turns.
+    With 2 ranks each dense combination meets each of the tables; beyond that it meets two groups of them, and the other
+    numbers of groups meet one. Plans take turns.
     """
     dense = [
         DenseSizes(replica=r, shard=s, expert=e) for r, s, e in product((1, 2), (1, 2), (1, 2)) if r * s * e == world
@@ -131,7 +132,8 @@ def cases(world: int) -> list[Case]:
                 (dense[-1], SparseSizes(replicas=2, sync_every=2)),
             ]
     else:
-        pairs = [(dense[i % len(dense)], sparse[i % len(sparse)]) for i in range(max(len(dense), len(sparse)))]
+        pairs = [(d, SparseSizes(replicas=2)) for d in dense]
+        pairs += [(dense[i % len(dense)], s) for i, s in enumerate(s for s in sparse if s.replicas != 2)]
     every = [
         Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
     ]
