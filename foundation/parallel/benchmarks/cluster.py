@@ -48,6 +48,7 @@ LIMITS = {
     "layers": 20.0,
     "strong": 30.0,
     "trace": 40.0,
+    "waits": 15.0,
     "save": 25.0,
     "resume": 30.0,
     "survive": 60.0,
@@ -316,7 +317,9 @@ def launches(ranks: int) -> tuple[list[str], list[str]]:
         return ["trace:replica", "save"], []
     every = list(ways(ranks))
     others = [way for way in every if way not in ("replica", "bf16")]
-    first = ["links", "weak:bf16", "trace:bf16", "layers:bf16", "weak:replica", "trace:replica", "save"]
+    first = ["links", "weak:bf16", "trace:bf16", "weak:replica", "trace:replica", "layers:replica", "save"]
+    if torch.cuda.is_available():
+        first.insert(3, "waits:bf16")
     traced = ("bf16 no overlap", "shard")
     rest = [part for way in others for part in (f"weak:{way}", *([f"trace:{way}"] if way in traced else []))]
     rest.insert(3, "strong:bf16")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -154,6 +156,19 @@ class Bench:
         with dense.no_sync():
             self.steps(1)
             return self.steps(count)
+
+    def waits(self) -> dict[str, int]:
+        """Where the host waits for the device in a step, as far as torch tells (not for collectives): times by line."""
+        self.steps(1, last=False)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            here, after = (self.batches[(self.done + ahead) % BATCHES] for ahead in (0, 1))
+            train_step(self.state, here, after if self.way.parallel.overlap else None, self.autocast)
+            torch.cuda.set_sync_debug_mode("default")
+        self.done += 1
+        told = [warning for warning in seen if "synchronizing" in str(warning.message)]
+        return dict(Counter(f"{'/'.join(w.filename.split('/')[-3:])}:{w.lineno}" for w in told))
 
     def work(self, count: int) -> tuple[float, int, float]:
         """Useful operations and impressions of all ranks in the last steps; events of the heaviest over the mean."""

@@ -71,6 +71,8 @@ class Rank:
             found = self.speed(which, strong=kind == "strong")
         elif kind == "layers":
             found = self.layers(which)
+        elif kind == "waits":
+            found = self._built(which).waits()
         elif kind == "fully sharded":
             found = fully_sharded.compare(self.device, **fully_sharded.CASES[which])
         elif kind == "trace":
