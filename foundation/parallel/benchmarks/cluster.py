@@ -55,7 +55,7 @@ LIMITS = {
     "fully sharded": 40.0,
 }
 """Seconds that a part may take, by its kind."""
-START = 60.0
+START = 90.0
 """Seconds that processes may take to start."""
 
 
