@@ -52,6 +52,7 @@ class StudyConfig:
         dataset: folder or URL of a prepared dataset.
         out: folder to write; runs that are there are kept.
         preset: preset of `train` that the variants change.
+        options: what is changed in every variant, nested as in a preset; a variant's own changes win.
         split: what is measured.
         seeds: every variant is trained with each; at least two for standard errors.
         processes: runs at a time.
@@ -63,6 +64,7 @@ class StudyConfig:
     dataset: str
     out: Path
     preset: str
+    options: dict[str, Any] = field(default_factory=dict)
     split: str = "test"
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     processes: int = 1
@@ -80,7 +82,7 @@ class StudyConfig:
         Without `train` the runs that are not there are missing in the outcomes, and their names are printed.
         """
         jobs = plan(
-            variants,
+            {name: merged(self.options, own) for name, own in variants.items()},
             self.seeds,
             preset=self.preset,
             dataset=self.dataset,
@@ -147,6 +149,15 @@ class Outcome:
     flops: float
     dense: int
     seconds: float
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with what `changes` says, key by key at every depth."""
+    whole = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(whole.get(key), Mapping)
+        whole[key] = merged(whole[key], value) if both else value
+    return whole
 
 
 def train_config(job: Job) -> TrainConfig:

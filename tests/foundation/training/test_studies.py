@@ -15,7 +15,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.options import parse_config
 from foundation.data.settings import PRESETS
 from foundation.training.studies.ablations import AblationsConfig, Difference, ablations, table
-from foundation.training.studies.runs import Job, plan, read, run_one
+from foundation.training.studies.runs import Job, merged, plan, read, run_one
 from foundation.training.studies.scaling import Line, ScalingConfig, picture, scaling
 from foundation.training.studies.scaling import table as scaling_table
 from tests.foundation.training.small_run import dataset
@@ -123,6 +123,14 @@ def test_scaling_needs_a_world_that_tells_the_truth(small: dict[str, Any], tmp_p
         ScalingConfig(**common, sizes={"S": {}})
 
 
+def test_changes_win_key_by_key() -> None:
+    base = {"model": {"layers": 2, "match": {"outcomes": {"a": 1}}}, "epochs": 1}
+    changes = {"model": {"match": {"outcomes": {"b": 2}}, "width": 8}, "epochs": 2}
+    whole = {"model": {"layers": 2, "match": {"outcomes": {"a": 1, "b": 2}}, "width": 8}, "epochs": 2}
+    assert merged(base, changes) == whole
+    assert base["epochs"] == 1 and merged({}, base) == base
+
+
 def test_differences_are_paired_by_seed() -> None:
     change = Difference.of([0.01, 0.03])
     assert change.mean == pytest.approx(0.02)
@@ -183,6 +191,7 @@ def test_tables_and_picture() -> None:
 def test_presets_of_studies_are_configs(name: str, config: type, tmp_path: Path, small: dict[str, Any]) -> None:
     study = parse_config(config, ["--config", f"studies/{name}", "--dataset", "-", "--out", "-"], name=name)
     variants = study.variants if isinstance(study, AblationsConfig) else {"dnn": study.dnn, **study.sizes}
+    variants = {name: merged(study.options, own) for name, own in variants.items()}
     plan(variants, [0], **{**small, "preset": study.preset, "out": tmp_path})
     assert {path.stem for path in (PRESETS / "studies").glob("*.yaml")} == {"kuairand", "long-histories", "scaling"}
 
