@@ -1,0 +1,5 @@
+"""Products of feature interaction."""
+
+from kernels.interaction.op import fm_block
+
+__all__ = ["fm_block"]

@@ -1,0 +1,156 @@
+"""The functions of ``reference.py`` beside this in Triton, for many small matrices.
+
+A program has a tile of 64 or 128 tokens: one row of the batch, or several side by side whose products with one another
+are made zero. X is read once forward, and its dot products never leave the program. Backward makes them again, and
+reads X once more from the cache. Where all rows share Y, a program adds up the gradient over its tiles and the sums of
+the programs are added in a fixed order, so gradients have the same bits in every run.
+
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, n, k]``, Y ``[n, k]`` or, not ``SHARED``, ``[N, n, k]``; all contiguous.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TOKENS = 128
+MOST_RANK = 128
+
+
+@triton.jit
+def _tile(tile, N, TOKENS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Row of the batch and token of each of ``ROWS`` places, which places are real, which pairs are of one row."""
+    place = tl.arange(0, ROWS)
+    b = tile * (ROWS // PAD) + place // PAD
+    token = place % PAD
+    return b.to(tl.int64), token, (b < N) & (token < TOKENS), (place // PAD)[:, None] == (place // PAD)[None, :]
+
+
+@triton.jit
+def _products(X, at, live, same, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
+    """Dot products of the tokens; zero between rows of the batch."""
+    products = tl.zeros([ROWS, ROWS], tl.float32)
+    for first in range(0, WIDTH, STEP):
+        c = first + tl.arange(0, STEP)
+        x = tl.load(X + at[:, None] * WIDTH + c[None, :], mask=live[:, None] & (c < WIDTH)[None, :], other=0.0)
+        products = tl.dot(x, tl.trans(x), products)
+    return tl.where(same, products, 0.0)
+
+
+@triton.jit
+def _matrix(Y, at, live, RANK: tl.constexpr, WIDE: tl.constexpr):
+    c = tl.arange(0, WIDE)
+    return tl.load(Y + at[:, None] * RANK + c[None, :], mask=live[:, None] & (c < RANK)[None, :], other=0.0)
+
+
+@triton.jit
+def _put(Y, value, at, live, RANK: tl.constexpr, WIDE: tl.constexpr):
+    c = tl.arange(0, WIDE)
+    mask = live[:, None] & (c < RANK)[None, :]
+    tl.store(Y + at[:, None] * RANK + c[None, :], value.to(Y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def forward_kernel(
+    X, Y, OUT, N, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """A program has one tile."""
+    b, token, live, same = _tile(tl.program_id(0), N, TOKENS, PAD, ROWS)
+    at = b * TOKENS + token
+    y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
+    products = _products(X, at, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+    _put(OUT, tl.dot(products, y), at, live, RANK, WIDE)
+
+
+@triton.jit(do_not_specialize=["N"])
+def backward_kernel(
+    X, Y, DO, DX, DY, N, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """A program has every so many-th tile. DY, where ``SHARED``: float32 ``[programs, ROWS, RANK]``."""
+    sums = tl.zeros([ROWS, WIDE], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS // PAD), tl.num_programs(0)):
+        b, token, live, same = _tile(tile, N, TOKENS, PAD, ROWS)
+        at = b * TOKENS + token
+        y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
+        do = _matrix(DO, at, live, RANK, WIDE)
+        products = _products(X, at, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+        if SHARED:
+            sums = tl.dot(products, do, sums)
+        else:
+            _put(DY, tl.dot(products, do), at, live, RANK, WIDE)
+        inner = tl.dot(do, tl.trans(y))
+        inner = tl.dot(y, tl.trans(do), inner)
+        inner = tl.where(same, inner, 0.0).to(y.dtype)
+        for first in range(0, WIDTH, STEP):
+            c = first + tl.arange(0, STEP)
+            mask = live[:, None] & (c < WIDTH)[None, :]
+            x = tl.load(X + at[:, None] * WIDTH + c[None, :], mask=mask, other=0.0)
+            tl.store(DX + at[:, None] * WIDTH + c[None, :], tl.dot(inner, x).to(DX.dtype.element_ty), mask=mask)
+    if SHARED:
+        place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        _put(DY, sums, place.to(tl.int64), place >= 0, RANK, WIDE)
+
+
+def supports(x: Tensor, y: Tensor) -> bool:
+    """Whether the kernels take these: 16-bit, at most ``MOST_TOKENS`` tokens and rank ``MOST_RANK``."""
+    fits = 0 < x.shape[1] <= MOST_TOKENS and 0 < y.shape[-1] <= MOST_RANK and x.shape[2] > 0
+    return fits and x.dtype in (torch.bfloat16, torch.float16) and y.dtype == x.dtype
+
+
+def forward(x: Tensor, y: Tensor) -> Tensor:
+    """See ``reference.forward``."""
+    out = x.new_empty(x.shape[0], x.shape[1], y.shape[-1])
+    if x.shape[0]:
+        constants = _constants(x.shape[1], x.shape[2], y.shape[-1])
+        tiles = -(-x.shape[0] * constants["PAD"] // constants["ROWS"])
+        forward_kernel[(tiles,)](x.contiguous(), y.contiguous(), out, x.shape[0], y.dim() == 2, **constants)
+    return out
+
+
+def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.backward``."""
+    shared, (count, tokens, width), rank = y.dim() == 2, x.shape, y.shape[-1]
+    dx = x.new_empty(x.shape)
+    if count == 0:
+        return dx, torch.zeros_like(y)
+    constants = _constants(tokens, width, rank)
+    pad, rows = constants["PAD"], constants["ROWS"]
+    tiles = -(-count * pad // rows)
+    programs = min(tiles, 4 * _processors(x.device)) if shared else tiles
+    dy = x.new_empty((programs, rows, rank), dtype=torch.float32) if shared else y.new_empty(y.shape)
+    tensors = (x.contiguous(), y.contiguous(), grad.contiguous(), dx, dy)
+    backward_kernel[(programs,)](*tensors, count, shared, **constants)
+    if shared:
+        dy = dy.view(-1, pad, rank)[:, :tokens].sum(0).to(y.dtype)
+    return dx, dy
+
+
+@cache
+def _constants(tokens: int, width: int, rank: int) -> dict[str, Any]:
+    """What the kernels are compiled for. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+    pad = max(16, triton.next_power_of_2(tokens))
+    rows = max(64, pad)
+    return {
+        "TOKENS": tokens,
+        "PAD": pad,
+        "WIDTH": width,
+        "RANK": rank,
+        "WIDE": max(64, triton.next_power_of_2(rank)),
+        "ROWS": rows,
+        "STEP": min(128, max(64, triton.next_power_of_2(width))),
+        "num_warps": 4 if rows == 64 else 8,
+    }
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
