@@ -20,11 +20,12 @@ from torch import nn
 from foundation.data.batch import Batch
 from foundation.model.cross import FeatureSummary
 from foundation.model.gem import GEM
-from foundation.model.interaction import InteractionArm, products_first
+from foundation.model.interaction import InteractionArm
 from foundation.model.joint import JointArm
 from foundation.model.pooling import Pooling
 from foundation.model.sequence import GeneratedNetwork, SequenceArm, SequenceConfig
 from foundation.model.streams import MERGED, Stream
+from kernels.interaction import products_first
 
 PARTS = ("projections", "interaction", "gdpa", "attention", "cross", "heads")
 """Inputs to tokens and events; interaction arms; generated networks; self-attention (in shared joint layers, of CLS
@@ -237,13 +238,12 @@ class _Counter:
             blocks = dict(arm.block.blocks.named_children())  # type: ignore[union-attr, operator]
         for name, block in blocks.items():
             if name == "fm":
-                tokens, width, rank = arm.tokens, arm.width, block.rank
-                products = 2 * tokens * width * rank
-                if block.y is None or products_first(tokens, width, rank):
-                    products = tokens * tokens * (width + (0 if block.y is None else rank))
+                products = arm.tokens**2 * arm.width
+                if block.y is not None:
+                    products = _fm_products(arm.tokens, arm.width, block.rank)
                 self.flops["interaction"] += 2.0 * groups * rows * products
                 if arm.config.compression == "attentive":
-                    self.add("interaction", block.y.compress, rows * width)
+                    self.add("interaction", block.y.compress, rows * arm.width)
                     self.add("interaction", block.y.hidden, rows)
                     self.add("interaction", block.y.out, rows)
                 self.add("interaction", block.mlp, rows)
@@ -284,8 +284,21 @@ def _block_attention(q: Any, k: Any, v: Any, offsets: Any, *rest: Any, out_val: 
     return 4.0 * pairs(SequenceConfig(attention="block"), offsets.diff().cpu().numpy()) * q.shape[1] * q.shape[2]
 
 
+def _fm_products(tokens: int, width: int, rank: int) -> int:
+    """Products of ``Z (Z^T Y)`` for a row of the batch, in the cheaper order."""
+    return tokens**2 * (width + rank) if products_first(tokens, width, rank) else 2 * tokens * width * rank
+
+
+def _fm_block(x: Any, y: Any, *, out_val: Any) -> float:
+    return 2.0 * x.shape[0] * _fm_products(x.shape[1], x.shape[2], y.shape[-1])
+
+
+def _mix_tokens(x: Any, matrix: Any, *, out_val: Any) -> float:
+    return 2.0 * x.numel() * matrix.shape[1]
+
+
 def op_formulas() -> dict[Any, Callable[..., float]]:
-    """Operations of the forward pass of the project's attention operators, as the model calls them.
+    """Operations of the forward pass of the project's operators that multiply, as the model calls them.
 
     For ``torch.utils.flop_counter.FlopCounterMode(custom_mapping=...)``.
     """
@@ -293,6 +306,8 @@ def op_formulas() -> dict[Any, Callable[..., float]]:
         torch.ops.opengem.jagged_attention: _jagged_attention,
         torch.ops.opengem.gdpa: _gdpa,
         torch.ops.opengem.block_attention: _block_attention,
+        torch.ops.opengem.fm_block: _fm_block,
+        torch.ops.opengem.mix_tokens: _mix_tokens,
     }
     for formula in formulas.values():
         formula._get_raw = True  # type: ignore[attr-defined]  # they need the offsets, not only shapes

@@ -31,6 +31,8 @@ from torch.nn import functional as F
 
 from foundation.model.grouped import GroupedLinear, GroupedMLP, GroupedNorm
 from foundation.model.norm import autocast_dtype
+from kernels.interaction import fm_block
+from kernels.token_mixing import mix_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,8 +186,8 @@ class InteractionArm(nn.Module):
 
 
 def _over_tokens(weight: Tensor, z: Tensor) -> Tensor:
-    """``weight [n, o]`` transposed, times ``z [N, n, D]``: ``[N, o, D]``."""
-    return torch.bmm(weight.t().to(z.dtype).expand(z.shape[0], -1, -1), z)
+    """``weight [n, o]`` transposed, times ``z [N, n, D]``: ``[N, o, D]``, in autocast's dtype."""
+    return mix_tokens(z.to(autocast_dtype(z) or z.dtype), weight)
 
 
 def partition(tokens: int, experts: int) -> Tensor:
@@ -221,18 +223,8 @@ class _FactorizationMachine(nn.Module):
         """``Z Z^T Y`` of one block, ``[N, n, k]``."""
         if self.y is None:
             return torch.bmm(z, z.transpose(1, 2))
-        if isinstance(self.y, _AttentiveCompression):
-            y = self.y(z, block).to(z.dtype)
-        else:
-            y = self.y.weight[block].to(z.dtype).expand(z.shape[0], -1, -1)
-        if products_first(z.shape[1], z.shape[2], self.rank):
-            return torch.bmm(torch.bmm(z, z.transpose(1, 2)), y)
-        return torch.bmm(z, torch.bmm(z.transpose(1, 2), y))
-
-
-def products_first(tokens: int, width: int, rank: int) -> bool:
-    """Whether ``(Z Z^T) Y`` takes fewer operations than ``Z (Z^T Y)``."""
-    return tokens * (width + rank) < 2 * width * rank
+        z = z.to(autocast_dtype(z) or z.dtype)
+        return fm_block(z, self.y(z, block) if isinstance(self.y, _AttentiveCompression) else self.y.weight[block])
 
 
 class _AttentiveCompression(nn.Module):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foundation.model.norm import LayerNorm
+from foundation.model.norm import LayerNorm, autocast_dtype
 from kernels.jagged import gather_rows
 from kernels.jagged_attention import jagged_attention
+from kernels.token_mixing import sum_kron
 
 WIDEST_KEYS = 256
 """Events wider than this are more than the GPU kernels take as keys."""
@@ -111,11 +112,8 @@ class SumKron(nn.Module):
         self.maps = nn.Parameter(torch.randn(terms, width, width) * (terms * width) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mixes tokens first, which are few afterwards."""
-        terms, _, outputs = self.mix.shape
-        count, _, width = x.shape
-        mixed = torch.einsum("bne,kno->boke", x, self.mix).reshape(count, outputs, terms * width)
-        return torch.matmul(mixed, self.maps.reshape(terms * width, width).to(mixed.dtype))
+        """Y of ``x [N, n, E]``."""
+        return sum_kron(x.to(autocast_dtype(x) or x.dtype), self.mix, self.maps)
 
 
 def _ask(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.benchmarks.bandwidth import Pass, measure_copy, print_header, print_pass, size_of
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_header, print_pass, size_of
 from kernels.interaction import fm_block, reference
 from kernels.interaction.op import _fm_block_backward
 
@@ -57,6 +57,16 @@ def main() -> None:
         for one in passes(*case):
             print_pass(one, bandwidth)
         torch.cuda.empty_cache()
+    print()
+    x, y = torch.randn(8, 26, 512, device="cuda").bfloat16(), torch.randn(26, 32, device="cuda").bfloat16()
+    leaf = x.detach().requires_grad_()
+    grad = fm_block(x, y)
+    host_cost(
+        [
+            ("fm_block, no gradients", lambda: fm_block(x, y)),
+            ("fm_block, with gradients", lambda: torch.autograd.grad(fm_block(leaf, y), leaf, grad)),
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -29,11 +29,15 @@ from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_kernels
 from kernels.common import memory_tuning
 from kernels.common.tuning import device_name
+from kernels.interaction import reference as fm_reference
+from kernels.interaction import triton as fm_kernels
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged import reference as jagged_reference
 from kernels.jagged import triton as jagged_kernels
 from kernels.norms import reference as norm_reference
 from kernels.norms import triton as norm_kernels
+from kernels.token_mixing import reference as mix_reference
+from kernels.token_mixing import triton as mix_kernels
 
 TOLERANCE = 6e-3
 """Norm of the error over that of the reference. bf16 rounds to 2^-9; inputs of the products, and the result, do so."""
@@ -43,12 +47,16 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A kernel to tune at a row width; ``length``: mean rows of a sequence, where the key has it."""
+    """A kernel to tune at a row width; ``length``: mean rows of a sequence, or tokens, where the key has them."""
 
     kernel: str
     width: int
     length: int = 1
 
+
+FM = {(128, 32): 32, (256, 64): 32, (256, 128): 64, (512, 26): 32}
+MIX = {(128, 32): 32, (256, 64): 64, (512, 26): 28, (1536, 128): 16}
+"""Width and tokens, with the rank or the tokens out."""
 
 JOBS = [
     *(
@@ -64,6 +72,8 @@ JOBS = [
     ),
     *(Job("sum", width, length) for width in (64, 256) for length in (8, 32, 512)),
     *(Job(f"norm_{way}", width) for way in ("forward", "backward") for width in (128, 256, 1024, 4096)),
+    *(Job(f"fm_{way}", *shape) for way in ("forward", "backward") for shape in FM),
+    *(Job(f"mix_{way}", *shape) for way in ("forward", "backward") for shape in MIX),
 ]
 
 
@@ -74,6 +84,16 @@ def candidates(job: Job) -> list[Config]:
         backward = "backward" in job.kernel
         found += [{"num_warps": 4, "maxnreg": 168 if backward else 128}]
         return found + ([{"num_warps": 8, "maxnreg": 128}] if backward else [])
+    if job.kernel.startswith(("fm", "mix")):
+        groups = [{}] if job.kernel.startswith("fm") or job.length > 32 else [{"GROUP": 1}, {"GROUP": 2}]
+        return [
+            {**group, "STEP": step, "STAGES": stages, "PROGRAMS": programs, "num_warps": warps}
+            for group in groups
+            for warps in (4, 8)
+            for step in ((128,) if job.width == 128 else (64, 128))
+            for stages in (2, 4)
+            for programs in ((4,) if job.kernel == "fm_forward" else (2, 4, 8))
+        ]
     block = triton.next_power_of_2(job.width)
     if job.kernel == "sum":
         tiles = [(2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
@@ -129,6 +149,17 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
         if job.kernel.startswith("block_forward"):
             return block_kernels.forward, block_reference.forward, (q, k, v, *rest)
         return block_kernels.backward, block_reference.backward, (grad, q, k, v, *rest)
+    if job.kernel.startswith(("fm", "mix")):
+        own, reference, shapes = fm_kernels, fm_reference, FM
+        if job.kernel.startswith("mix"):
+            own, reference, shapes = mix_kernels, mix_reference, MIX
+        columns, rows = shapes[width, job.length], 5 if small else 2**26 // (width * job.length)
+        x = torch.randn(rows, job.length, width, device="cuda").bfloat16()
+        small_matrix = torch.randn(job.length, columns, device="cuda").bfloat16()
+        if job.kernel.endswith("forward"):
+            return own.forward, reference.forward, (x, small_matrix)
+        out = (rows, job.length, columns) if own is fm_kernels else (rows, columns, width)
+        return own.backward, reference.backward, (torch.randn(out, device="cuda").bfloat16(), x, small_matrix)
     longest = 2 * job.length if job.kernel == "sum" else 1024
     rows = 2000 if small else 2**27 // width
     offsets = offsets_from_lengths(packed_lengths(max(2, 2 * rows // longest), longest, "s=.5")).cuda()
@@ -215,7 +246,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.time()
     jobs = [job for job in JOBS if not options.kernels or job.kernel in options.kernels]
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
         pool.map(_compile, jobs, chunksize=1)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     found: dict[str, Config] = {}

@@ -14,9 +14,8 @@ from torch import Tensor
 
 def forward(x: Tensor, y: Tensor) -> Tensor:
     """Output ``[N, n, k]`` of x ``[N, n, D]`` and y ``[n, k]`` or ``[N, n, k]``, in whichever order costs less."""
-    tokens, width, rank = x.shape[1], x.shape[2], y.shape[-1]
-    y = y.expand(x.shape[0], -1, -1)
-    if tokens * (width + rank) < 2 * width * rank:
+    products, y = products_first(x.shape[1], x.shape[2], y.shape[-1]), y.expand(x.shape[0], -1, -1)
+    if products:
         return torch.bmm(torch.bmm(x, x.transpose(1, 2)), y)
     return torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
 
@@ -27,3 +26,8 @@ def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     dy = torch.bmm(products, grad)
     inner = torch.bmm(grad, y.expand(x.shape[0], -1, -1).transpose(1, 2))
     return torch.bmm(inner + inner.transpose(1, 2), x), dy if y.dim() == 3 else dy.sum(0)
+
+
+def products_first(tokens: int, width: int, rank: int) -> bool:
+    """Whether ``(X X^T) Y`` takes fewer operations than ``X (X^T Y)``."""
+    return tokens * (width + rank) < 2 * width * rank

@@ -5,7 +5,11 @@ are made zero. X is read once forward, and its dot products never leave the prog
 reads X once more from the cache. Where all rows share Y, a program adds up the gradient over its tiles and the sums of
 the programs are added in a fixed order, so gradients have the same bits in every run.
 
-Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, n, k]``, Y ``[n, k]`` or, not ``SHARED``, ``[N, n, k]``; all contiguous.
+Rows of the batch in one tile meet as zeros times what they have: where that is not finite, gradients of its neighbours
+become NaN, and outputs where Y is not shared.
+
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, n, k]``, Y ``[n, k]`` or, not ``SHARED``, ``[N, n, k]``; ``stb`` and ``stx``
+are the strides of X in N and n, all else is packed.
 """
 
 # mypy: allow-untyped-defs
@@ -18,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.common import memory_tuning
 
 MOST_TOKENS = 128
 MOST_RANK = 128
@@ -34,11 +40,11 @@ def _tile(tile, N, TOKENS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _products(X, at, live, same, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Dot products of the tokens; zero between rows of the batch."""
+    """Dot products of the tokens, which are ``at`` in X; zero between rows of the batch."""
     products = tl.zeros([ROWS, ROWS], tl.float32)
     for first in range(0, WIDTH, STEP):
         c = first + tl.arange(0, STEP)
-        x = tl.load(X + at[:, None] * WIDTH + c[None, :], mask=live[:, None] & (c < WIDTH)[None, :], other=0.0)
+        x = tl.load(X + at[:, None] + c[None, :], mask=live[:, None] & (c < WIDTH)[None, :], other=0.0)
         products = tl.dot(x, tl.trans(x), products)
     return tl.where(same, products, 0.0)
 
@@ -58,21 +64,21 @@ def _put(Y, value, at, live, RANK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    X, Y, OUT, N, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
+    X, Y, OUT, N, stb, stx, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile."""
     b, token, live, same = _tile(tl.program_id(0), N, TOKENS, PAD, ROWS)
     at = b * TOKENS + token
     y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
-    products = _products(X, at, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+    products = _products(X, b * stb + token * stx, live, same, WIDTH, ROWS, STEP).to(y.dtype)
     _put(OUT, tl.dot(products, y), at, live, RANK, WIDE)
 
 
 @triton.jit(do_not_specialize=["N"])
 def backward_kernel(
-    X, Y, DO, DX, DY, N, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    X, Y, DO, DX, DY, N, stb, stx, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile. DY, where ``SHARED``: float32 ``[programs, ROWS, RANK]``."""
     sums = tl.zeros([ROWS, WIDE], tl.float32)
@@ -81,7 +87,7 @@ def backward_kernel(
         at = b * TOKENS + token
         y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
         do = _matrix(DO, at, live, RANK, WIDE)
-        products = _products(X, at, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+        products = _products(X, b * stb + token * stx, live, same, WIDTH, ROWS, STEP).to(y.dtype)
         if SHARED:
             sums = tl.dot(products, do, sums)
         else:
@@ -92,7 +98,7 @@ def backward_kernel(
         for first in range(0, WIDTH, STEP):
             c = first + tl.arange(0, STEP)
             mask = live[:, None] & (c < WIDTH)[None, :]
-            x = tl.load(X + at[:, None] * WIDTH + c[None, :], mask=mask, other=0.0)
+            x = tl.load(X + (b * stb + token * stx)[:, None] + c[None, :], mask=mask, other=0.0)
             tl.store(DX + at[:, None] * WIDTH + c[None, :], tl.dot(inner, x).to(DX.dtype.element_ty), mask=mask)
     if SHARED:
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -109,9 +115,10 @@ def forward(x: Tensor, y: Tensor) -> Tensor:
     """See ``reference.forward``."""
     out = x.new_empty(x.shape[0], x.shape[1], y.shape[-1])
     if x.shape[0]:
-        constants = _constants(x.shape[1], x.shape[2], y.shape[-1])
-        tiles = -(-x.shape[0] * constants["PAD"] // constants["ROWS"])
-        forward_kernel[(tiles,)](x.contiguous(), y.contiguous(), out, x.shape[0], y.dim() == 2, **constants)
+        _, constants = _constants("fm_forward", x.device, x.dtype, x.shape[1], x.shape[2], y.shape[-1])
+        tiles, x = -(-x.shape[0] * constants["PAD"] // constants["ROWS"]), _rows(x)
+        numbers = (x.shape[0], x.stride(0), x.stride(1))
+        forward_kernel[(tiles,)](x, y.contiguous(), out, *numbers, y.dim() == 2, **constants)
     return out
 
 
@@ -121,33 +128,50 @@ def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     dx = x.new_empty(x.shape)
     if count == 0:
         return dx, torch.zeros_like(y)
-    constants = _constants(tokens, width, rank)
+    programs, constants = _constants("fm_backward", x.device, x.dtype, tokens, width, rank)
     pad, rows = constants["PAD"], constants["ROWS"]
     tiles = -(-count * pad // rows)
-    programs = min(tiles, 4 * _processors(x.device)) if shared else tiles
+    programs = min(tiles, programs * _processors(x.device)) if shared else tiles
     dy = x.new_empty((programs, rows, rank), dtype=torch.float32) if shared else y.new_empty(y.shape)
-    tensors = (x.contiguous(), y.contiguous(), grad.contiguous(), dx, dy)
-    backward_kernel[(programs,)](*tensors, count, shared, **constants)
+    x = _rows(x)
+    tensors = (x, y.contiguous(), grad.contiguous(), dx, dy)
+    backward_kernel[(programs,)](*tensors, count, x.stride(0), x.stride(1), shared, **constants)
     if shared:
         dy = dy.view(-1, pad, rank)[:, :tokens].sum(0).to(y.dtype)
     return dx, dy
 
 
-@cache
-def _constants(tokens: int, width: int, rank: int) -> dict[str, Any]:
-    """What the kernels are compiled for. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _constants(
+    kernel: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, rank: int
+) -> tuple[int, dict[str, Any]]:
+    """Programs for each multiprocessor and what the kernel is compiled for."""
+    return build(memory_tuning.find(kernel, device, dtype, width, tokens) or default(tokens), tokens, width, rank)
+
+
+def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[int, dict[str, Any]]:
+    """The same from a configuration. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
     pad = max(16, triton.next_power_of_2(tokens))
-    rows = max(64, pad)
-    return {
+    return config["PROGRAMS"], {
         "TOKENS": tokens,
         "PAD": pad,
         "WIDTH": width,
         "RANK": rank,
         "WIDE": max(64, triton.next_power_of_2(rank)),
-        "ROWS": rows,
-        "STEP": min(128, max(64, triton.next_power_of_2(width))),
-        "num_warps": 4 if rows == 64 else 8,
+        "ROWS": max(64, pad),
+        "STEP": min(config["STEP"], max(64, triton.next_power_of_2(width))),
+        "num_warps": config["num_warps"],
+        "num_stages": config["STAGES"],
     }
+
+
+@cache
+def default(tokens: int) -> dict[str, Any]:
+    """What is used where nothing is tuned."""
+    return {"STEP": 128, "STAGES": 3, "PROGRAMS": 4, "num_warps": 4 if tokens <= 64 else 8}
 
 
 @cache

@@ -95,17 +95,15 @@ def test_kernels_compile(backward: bool, arch: int) -> None:
     from tests.kernels.compiled import resources
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
-    constants = {**kernels._constants(20, 512, 32), "SHARED": True}
-    warps = constants.pop("num_warps")
+    constants = {**kernels.build(kernels.default(20), 20, 512, 32)[1], "SHARED": True}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     signature = {name: "constexpr" if name in constants else "*bf16" for name in kernel.arg_names}
-    signature |= {"N": "i32"} | ({"DY": "*fp32"} if backward else {})
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.isupper() and name != "N"
-    }
+    signature |= {"N": "i32", "stb": "i32", "stx": "i32"} | ({"DY": "*fp32"} if backward else {})
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name != "N"}
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {place: x for place, x in aligned.items() if place not in constexprs}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     assert compiled.metadata.shared <= 232448
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]

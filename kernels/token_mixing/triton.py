@@ -1,0 +1,185 @@
+"""The functions of ``reference.py`` beside this in Triton, for many small matrices.
+
+A tile has all tokens of one row of the batch, or of several (``GROUP``), and ``STEP`` columns; M of several rows has
+zeros between them. A program keeps M and takes one tile after another. X is read once forward. Backward reads X and
+the gradient once; a program adds up its part of the gradient of M, and those sums are added in a fixed order, so
+gradients have the same bits in every run.
+
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``; ``st*b`` and ``st*t`` are the strides of X and DO in
+rows of the batch and tokens, all else is packed.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.common import memory_tuning
+
+MOST_TOKENS, MOST_FEWER = 256, 128
+"""Tokens in or out, and the fewer of both."""
+
+
+@triton.jit
+def _places(group, N, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Row of the batch and token of each of ``ROWS`` places of a tile, and which places are real."""
+    place = tl.arange(0, ROWS)
+    token = place % (ROWS // GROUP)
+    b = group * GROUP + place // (ROWS // GROUP)
+    return b.to(tl.int64), token, (b < N) & (token < TOKENS)
+
+
+@triton.jit
+def _load(X, b, token, live, stb, stt, c, WIDTH: tl.constexpr):
+    mask = live[:, None] & (c < WIDTH)[None, :]
+    return tl.load(X + (b * stb + token * stt)[:, None] + c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(X, value, b, token, live, c, TOKENS: tl.constexpr, WIDTH: tl.constexpr):
+    mask = live[:, None] & (c < WIDTH)[None, :]
+    tl.store(X + ((b * TOKENS + token) * WIDTH)[:, None] + c[None, :], value.to(X.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _matrix(
+    M, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """M of a tile, ``[TALL, LONG]``: tokens in down and tokens out along, or ``TURNED`` the other way."""
+    i, j = tl.arange(0, TALL), tl.arange(0, LONG)
+    same = (i // (TALL // GROUP))[:, None] == (j // (LONG // GROUP))[None, :]
+    i, j = i % (TALL // GROUP), j % (LONG // GROUP)
+    if TURNED:
+        at, mask = j[None, :] * OUTPUTS + i[:, None], same & (i < OUTPUTS)[:, None] & (j < INPUTS)[None, :]
+    else:
+        at, mask = i[:, None] * OUTPUTS + j[None, :], same & (i < INPUTS)[:, None] & (j < OUTPUTS)[None, :]
+    return tl.load(M + at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["N"])
+def forward_kernel(
+    X, M, OUT, N, stxb, stxt, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program has every so many-th tile."""
+    PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    matrix = _matrix(M, INPUTS, OUTPUTS, GROUP, OUT_ROWS, IN_ROWS, True)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
+        c = (tile % PARTS) * STEP + tl.arange(0, STEP)
+        b, token, live = _places(tile // PARTS, N, GROUP, INPUTS, IN_ROWS)
+        out = tl.dot(matrix, _load(X, b, token, live, stxb, stxt, c, WIDTH))
+        b, token, live = _places(tile // PARTS, N, GROUP, OUTPUTS, OUT_ROWS)
+        _store(OUT, out, b, token, live, c, OUTPUTS, WIDTH)
+
+
+@triton.jit(do_not_specialize=["N"])
+def backward_kernel(
+    X, M, DO, DX, PARTIAL, N, stxb, stxt, stdb, stdt, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program has every so many-th tile. PARTIAL: float32 ``[programs, IN_ROWS, OUT_ROWS]``."""
+    PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
+    matrix = _matrix(M, INPUTS, OUTPUTS, GROUP, IN_ROWS, OUT_ROWS, False)
+    sums = tl.zeros([IN_ROWS, OUT_ROWS], tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
+        c = (tile % PARTS) * STEP + tl.arange(0, STEP)
+        b, token, live = _places(tile // PARTS, N, GROUP, OUTPUTS, OUT_ROWS)
+        do = _load(DO, b, token, live, stdb, stdt, c, WIDTH)
+        b, token, live = _places(tile // PARTS, N, GROUP, INPUTS, IN_ROWS)
+        x = _load(X, b, token, live, stxb, stxt, c, WIDTH)
+        sums = tl.dot(x, tl.trans(do), sums)
+        _store(DX, tl.dot(matrix, do), b, token, live, c, INPUTS, WIDTH)
+    i, j = tl.arange(0, IN_ROWS), tl.arange(0, OUT_ROWS)
+    start = tl.program_id(0).to(tl.int64) * IN_ROWS * OUT_ROWS
+    tl.store(PARTIAL + start + i[:, None] * OUT_ROWS + j[None, :], sums)
+
+
+def supports(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the kernels take these: 16-bit, with few enough tokens."""
+    few, many = sorted(matrix.shape)
+    fits = 0 < few <= MOST_FEWER and many <= MOST_TOKENS
+    return fits and x.shape[2] > 0 and x.dtype in (torch.bfloat16, torch.float16) and matrix.dtype == x.dtype
+
+
+def forward(x: Tensor, matrix: Tensor) -> Tensor:
+    """See ``reference.forward``."""
+    (count, inputs, width), outputs = x.shape, matrix.shape[1]
+    out = x.new_empty((count, outputs, width))
+    if count:
+        x, constants = _rows(x), _constants("mix_forward", x.device, x.dtype, inputs, outputs, width)
+        programs = _programs(constants, count, width, x.device)
+        numbers = (count, x.stride(0), x.stride(1))
+        forward_kernel[(programs,)](x, matrix.contiguous(), out, *numbers, **constants[1])
+    return out
+
+
+def backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.backward``."""
+    (count, inputs, width), outputs = x.shape, matrix.shape[1]
+    dx = x.new_empty(x.shape)
+    if count == 0:
+        return dx, torch.zeros_like(matrix)
+    x, grad = _rows(x), _rows(grad)
+    constants = _constants("mix_backward", x.device, x.dtype, inputs, outputs, width)
+    programs, group = _programs(constants, count, width, x.device), constants[1]["GROUP"]
+    sides = (constants[1]["IN_ROWS"] // group, constants[1]["OUT_ROWS"] // group)
+    partial = x.new_empty((programs, group, sides[0], group, sides[1]), dtype=torch.float32)
+    numbers = (count, x.stride(0), x.stride(1), grad.stride(0), grad.stride(1))
+    backward_kernel[(programs,)](x, matrix.contiguous(), grad, dx, partial, *numbers, **constants[1])
+    total = partial.diagonal(dim1=1, dim2=3).sum((0, 3))
+    return dx, total[:inputs, :outputs].to(matrix.dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _programs(constants: tuple[int, dict[str, Any]], count: int, width: int, device: torch.device) -> int:
+    tiles = -(-count // constants[1]["GROUP"]) * -(-width // constants[1]["STEP"])
+    return min(tiles, constants[0] * _processors(device))
+
+
+def _constants(
+    kernel: str, device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, width: int
+) -> tuple[int, dict[str, Any]]:
+    """Programs for each multiprocessor and what the kernel is compiled for."""
+    return build(memory_tuning.find(kernel, device, dtype, width, inputs) or default(kernel), inputs, outputs, width)
+
+
+def build(config: dict[str, Any], inputs: int, outputs: int, width: int) -> tuple[int, dict[str, Any]]:
+    """The same from a configuration. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+    padded = [max(16, triton.next_power_of_2(side)) for side in (inputs, outputs)]
+    group = min(config["GROUP"], max(1, 64 // max(padded)))
+    in_rows, out_rows = (max(64, side * group) for side in padded)
+    warps = config["num_warps"] if in_rows * out_rows <= 128 * 64 else 8
+    step = min(config["STEP"], max(64, triton.next_power_of_2(width)), 128 if max(in_rows, out_rows) <= 128 else 64)
+    return config["PROGRAMS"], {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "WIDTH": width,
+        "GROUP": group,
+        "IN_ROWS": in_rows,
+        "OUT_ROWS": out_rows,
+        "STEP": step,
+        "STAGES": config["STAGES"],
+        "num_warps": warps,
+    }
+
+
+def default(kernel: str) -> dict[str, Any]:
+    """What is used where nothing is tuned."""
+    return {"GROUP": 2, "STEP": 128, "STAGES": 3, "PROGRAMS": 4, "num_warps": 4}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

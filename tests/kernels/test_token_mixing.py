@@ -1,0 +1,158 @@
+"""Maps over tokens against autograd in float64, as an operator, in the interpreter, compiled and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.token_mixing import mix_tokens, sum_kron
+
+ROOT = Path(__file__).parents[2]
+SHAPES = [(5, 9, 24, 4), (3, 20, 70, 33), (2, 70, 130, 10), (0, 9, 24, 4), (1, 1, 1, 1), (2, 10, 40, 130)]
+"""N, n, D and P."""
+
+
+def plain(x: Tensor, matrix: Tensor) -> Tensor:
+    return torch.einsum("bnd,np->bpd", x, matrix)
+
+
+def inputs(count: int, tokens: int, width: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    shapes = ((count, tokens, width), (tokens, outputs), (count, outputs, width))
+    x, matrix, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x, matrix, grad
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_and_gradients_equal_autograd(shape: tuple[int, int, int, int]) -> None:
+    x, matrix, grad = inputs(*shape)
+    leaves = [t.requires_grad_() for t in (x, matrix)]
+    for got, want in zip(
+        (mix_tokens(*leaves), *torch.autograd.grad(mix_tokens(*leaves), leaves, grad)),
+        (plain(*leaves), *torch.autograd.grad(plain(*leaves), leaves, grad)),
+        strict=True,
+    ):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want)
+
+
+def kron_inputs(count: int, tokens: int, width: int, outputs: int, terms: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((count, tokens, width), (terms, tokens, outputs), (terms, width, width))
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
+    return torch.einsum("bnd,knp,kde->bpe", x, mix, maps)
+
+
+def test_sum_of_kronecker_products_equals_its_equation() -> None:
+    leaves = [t.requires_grad_() for t in kron_inputs(3, 5, 4, 2, 3)]
+    torch.testing.assert_close(sum_kron(*leaves), kron(*leaves))
+    assert torch.autograd.gradcheck(sum_kron, leaves)
+
+
+def test_operator() -> None:
+    x, matrix, _ = inputs(3, 5, 8, 2)
+    x, matrix = x.requires_grad_(), matrix.requires_grad_()
+    torch.library.opcheck(torch.ops.opengem.mix_tokens.default, (x, matrix))
+    for op, tensors in ((mix_tokens, (x, matrix)), (sum_kron, kron_inputs(3, 5, 4, 2, 3))):
+        assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*tensors), op(*tensors))
+
+
+def test_faults_are_named() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 3, 4\] and matrix \[4, 5\] do not go together"):
+        mix_tokens(torch.zeros(2, 3, 4), torch.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"maps \[2, 3, 3\] do not go together"):
+        sum_kron(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(2, 3, 3))
+
+
+def interpreted() -> None:
+    """The kernels element by element in float32, for rows with strides; started below with ``TRITON_INTERPRET``."""
+    from kernels.common.memory_tuning import forced
+    from kernels.token_mixing import reference
+    from kernels.token_mixing import triton as kernels
+
+    for shape in SHAPES:
+        x, matrix, grad = inputs(*shape)
+        small = [t.float() for t in (x, matrix, grad)]
+        small[0] = torch.stack([small[0], small[0]], dim=2)[:, :, 1]
+        for group in (1, 4):
+            config = {**kernels.default("mix_forward"), "GROUP": group}
+            with forced("mix_forward", config), forced("mix_backward", config):
+                got = (kernels.forward(*small[:2]), *kernels.backward(small[2], *small[:2]))
+            want = (reference.forward(x, matrix), *reference.backward(grad, x, matrix))
+            for a, b in zip(got, want, strict=True):
+                assert a.shape == b.shape
+                assert (a - b).norm() <= 2e-6 * b.norm().clamp(min=1e-30)  # some roundings of 6e-8
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    code = "from tests.kernels import test_token_mixing as t; t.interpreted(); print('checked')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("checked\n")
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("sides", [(26, 28), (128, 16), (256, 64)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_compile(backward: bool, sides: tuple[int, int], arch: int) -> None:
+    pytest.importorskip("triton")
+    from kernels.token_mixing import triton as kernels
+    from tests.kernels.compiled import resources
+    from tests.kernels.test_ops_compile import build
+
+    kernel = kernels.backward_kernel if backward else kernels.forward_kernel
+    constants: dict[str, Any] = kernels.build(kernels.default(""), *sides, 512)[1]
+    warps = constants.pop("num_warps")
+    compiled = build(kernel, constants, arch, torch.bfloat16, num_warps=warps)
+    assert compiled.metadata.shared <= 232448
+    if arch == 90:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert resources(compiled)["stack"] < 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (3000, 26, 512, 28), (500, 128, 1536, 16), (300, 200, 200, 64)])
+def test_kernels_on_a_gpu(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Also the same bits in two runs. Products of rounded inputs are exact; sums are float32 until they are stored."""
+    tensors = [(t * 0.3).to("cuda", dtype) for t in inputs(*shape)]
+    runs = []
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in tensors[:2]]
+        out = mix_tokens(*leaves)
+        runs.append((out, *torch.autograd.grad(out, leaves, tensors[2])))
+    exact = [t.double().requires_grad_() for t in tensors[:2]]
+    want = plain(*exact)
+    for got, again, precise in zip(*runs, (want, *torch.autograd.grad(want, exact, tensors[2].double())), strict=True):
+        assert torch.equal(got, again)
+        assert (got.double() - precise).norm() <= (4e-3 if dtype == torch.bfloat16 else 5e-4) * precise.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(300, 32, 128, 8, 4), (64, 128, 320, 8, 2)])
+def test_sums_of_kronecker_products_on_a_gpu(shape: tuple[int, int, int, int, int]) -> None:
+    """Two products with a rounding to 2^-9 between them and one at the end."""
+    tensors = [(t * 0.3).to("cuda", torch.bfloat16) for t in kron_inputs(*shape)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out = sum_kron(*leaves)
+    grad = torch.randn_like(out)
+    exact = [t.double().requires_grad_() for t in tensors]
+    want = kron(*exact)
+    got_all = (out, *torch.autograd.grad(out, leaves, grad))
+    want_all = (want, *torch.autograd.grad(want, exact, grad.double()))
+    for got, precise in zip(got_all, want_all, strict=True):
+        assert (got.double() - precise).norm() <= 8e-3 * precise.norm()
