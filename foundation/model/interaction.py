@@ -12,8 +12,7 @@ one of
 * ``dhen``: the sum of several of these side by side (DHEN, arXiv 2203.11014).
 
 Experts are independent layers whose outputs stand side by side; each sees all tokens, or a part of them (Kunlun, arXiv
-2602.10016). Maps over the token axis are multiplied from the left and ``Z (Z^T Y)`` in the cheaper order, so no
-transposed copy of Z is made.
+2602.10016). Maps over the token axis and ``Z (Z^T Y)`` are operators of ``kernels``, which read Z once on a GPU.
 
 Legend: M ensemble members, E experts of a member, G = M * E, N impressions, n tokens in, o tokens out, D width, k rank,
 p tokens of an expert.

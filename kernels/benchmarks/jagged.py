@@ -88,8 +88,12 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str) -> list[P
     )  # fmt: skip
     both("its backward ", size, "sum_sequences", copies, *arguments, source.shape[0], True)
     size = 2 * size_of(x) + size_of(choice)
-    both("embedding_add, time and position", size, "embedding_add", x, table, choice)
-    both("its backward  ", size_of(x, choice, table), "scatter_sum", x, choice, table.shape[0], False)
+    add(
+        "embedding_add, time and position", size,
+        lambda: op._embedding_add(x, table, choice, ()), lambda: reference.embedding_add(x, table, choice),
+    )  # fmt: skip
+    both("its backward, tables not told apart", size_of(x, choice, table), "scatter_sum", x, choice, len(table), False)
+    both("its backward, two tables", size_of(x, choice, table), "table_sum", x, choice, (2048, 64))
     return found
 
 

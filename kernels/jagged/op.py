@@ -10,6 +10,7 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -77,17 +78,28 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, *, rising: bool = Fals
     return _scatter_sum(values, index, rows, rising)
 
 
-def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequence[int] = ()) -> Tensor:
     """``values [T, ...]`` plus rows of ``table [R, ...]``: ``out[t] = values[t] + sum_c table[index[t, c]]``.
 
     For embeddings of time and position, put the tables one under the other and give two columns of indexes. The
-    table's gradient is summed in the order of a stable sort, so it has the same bits in every run.
+    table's gradient is summed in a fixed order, so it has the same bits in every run.
 
     Args:
         table: cast to the dtype of ``values``.
         index: ``[T]`` or ``[T, C]``, all of them rows of the table.
+        sizes: rows of the tables that stand one under the other in ``table``; with it, the caller promises that column
+            c names rows of its own table only. On a GPU the gradients of two tables, one of at most 64 rows and the
+            other of at most 16,384, then need one pass over that of ``values`` in place of two (of 16 bits).
+
+    Raises:
+        ValueError: sizes that are not those of the table and of the columns.
     """
-    return _embedding_add(values, table.to(values.dtype), index)
+    if sizes and (sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
+        raise ValueError(
+            f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
+            f"{list(index.shape)}"
+        )
+    return _embedding_add(values, table.to(values.dtype), index, sizes)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -168,8 +180,12 @@ def _run_scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> 
     return _backend(values).scatter_sum(values, index, rows, rising)
 
 
-def _run_embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
+def _run_embedding_add(values: Tensor, table: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     return _backend(values).embedding_add(values, table, index)
+
+
+def _run_table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
+    return _backend(values).table_sum(values, index, sizes)
 
 
 def _run_segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
@@ -229,11 +245,17 @@ def _back_scatter_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _keep_table(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[2])
-    ctx.rows = inputs[1].shape[0]
+    ctx.rows, ctx.sizes = inputs[1].shape[0], inputs[3]
 
 
 def _back_embedding_add(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grad, _scatter_sum(grad, *ctx.saved_tensors, ctx.rows, False), None
+    if ctx.sizes:
+        return grad, _table_sum(grad, *ctx.saved_tensors, ctx.sizes), None, None
+    return grad, _scatter_sum(grad, *ctx.saved_tensors, ctx.rows, False), None, None
+
+
+def _back_table_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _gather_rows(grad, *ctx.saved_tensors, False), None, None
 
 
 def _back_segment_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -304,9 +326,16 @@ _scatter_sum = operator(
 _embedding_add = operator(
     "embedding_add",
     _run_embedding_add,
-    lambda values, table, index: values.new_empty(values.shape),
+    lambda values, table, index, sizes: values.new_empty(values.shape),
     backward=_back_embedding_add,
     setup_context=_keep_table,
+)
+_table_sum = operator(
+    "table_sum",
+    _run_table_sum,
+    lambda values, index, sizes: values.new_empty((sum(sizes), *values.shape[1:])),
+    backward=_back_table_sum,
+    setup_context=_keep,
 )
 _segment_sum = operator(
     "segment_sum",

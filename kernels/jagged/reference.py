@@ -10,6 +10,8 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,11 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
     if index.dim() == 2:
         values = values.repeat_interleave(index.shape[1], dim=0)
     return out.index_add_(0, index.flatten(), values)
+
+
+def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
+    """``scatter_sum`` into tables of these sizes, one under the other; column c of index names rows of table c."""
+    return scatter_sum(values, index, sum(sizes), False)
 
 
 def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:

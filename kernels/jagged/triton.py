@@ -12,6 +12,7 @@ Shapes: X, OUT and the like are matrices of rows of ``WIDTH`` elements; ``st*`` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from kernels.common import memory_tuning
 from kernels.common.rows import rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
-from kernels.jagged import reference
+from kernels.jagged import reference, tables_triton
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
@@ -328,6 +329,13 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
         return _sum(values, _starts(index, rows), None, 1, False)
     ordered, order = _sort(index.flatten(), rows)
     return _sum(values, _starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
+
+
+def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
+    """See ``reference.table_sum``."""
+    if not tables_triton.supports(values, sizes):
+        return scatter_sum(values, index, sum(sizes), False)
+    return tables_triton.table_sum(_matrix(values), index, sizes).view(-1, *values.shape[1:])
 
 
 def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:

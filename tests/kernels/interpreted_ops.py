@@ -14,6 +14,7 @@ from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_triton
 from kernels.common.memory_tuning import forced
 from kernels.jagged import reference as jagged_reference
+from kernels.jagged import tables_triton
 from kernels.jagged import triton as jagged_triton
 from kernels.norms import reference as norm_reference
 from kernels.norms import triton as norm_triton
@@ -140,6 +141,17 @@ def chunks() -> None:
     x[513] = torch.nan
     bad = jagged_triton.segment_sum(x, offsets, False).isnan().any(1)
     assert bad.tolist() == [False, True, False, False, False, False]
+
+
+def tables() -> None:
+    """Gradients of two tables, the large one first or second, its last group of 64 rows not full, columns masked."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 70)
+    config = {"CHUNK": 128, "ROWS": 64, "BLOCK": 64, "STAGES": 2, "num_warps": 4}
+    for sizes in ((130, 7), (7, 130)):
+        index = torch.stack([torch.randint(sizes[0], (400,)), sizes[0] + torch.randint(sizes[1], (400,))], dim=1)
+        with forced("tables", config):
+            same(tables_triton.table_sum, jagged_reference.table_sum, x, index, sizes)
 
 
 def empty_movement() -> None:

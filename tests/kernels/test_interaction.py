@@ -62,7 +62,7 @@ def interpreted() -> None:
     from kernels.interaction import reference
     from kernels.interaction import triton as kernels
 
-    for shape in SHAPES:
+    for shape in (SHAPES[0], SHAPES[2], SHAPES[3]):
         for shared in (False, True):
             x, y, grad = inputs(*shape, shared)
             small = [t.float() for t in (x, y, grad)]

@@ -134,7 +134,11 @@ def test_split_undoes_concat(lengths: list[tuple[int, int]]) -> None:
 def test_embeddings_of_time_and_position() -> None:
     values, tables = torch.randn(7, 3), torch.randn(10, 3)
     time, position = torch.randint(4, (7,)), torch.randint(6, (7,))
-    out = jagged.embedding_add(values, tables, torch.stack([time, 4 + position], dim=1))
+    index = torch.stack([time, 4 + position], dim=1)
+    out = jagged.embedding_add(values, tables, index)
+    assert torch.equal(out, jagged.embedding_add(values, tables, index, sizes=(4, 6)))
+    with pytest.raises(ValueError, match="must sum to the 10 rows"):
+        jagged.embedding_add(values, tables, index, sizes=(4, 5))
     torch.testing.assert_close(out, values + tables[:4][time] + tables[4:][position])
 
 
@@ -163,6 +167,9 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "gather_rows, sums": lambda x: jagged.gather_rows(x, torch.tensor([[5, 0], [5, 5], [1, 2]])),
     "scatter_sum, several": lambda x: jagged.scatter_sum(x[:3], torch.tensor([[1, 0], [1, 1], [3, 2]]), 5),
     "embedding_add": lambda x: jagged.embedding_add(x[:3], x, torch.tensor([[5, 0], [5, 5], [1, 2]])),
+    "embedding_add, two tables": lambda x: jagged.embedding_add(
+        x[:3], x, torch.tensor([[1, 2], [0, 5], [1, 3]]), sizes=(2, 4)
+    ),
     "split": lambda x: torch.cat(jagged.split(x, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]), 3)[::-1]),
     "gather_sequences, rising": lambda x: jagged.gather_sequences(
         x, OFFSETS, torch.tensor([0, 2, 2]), total=8, rising=True
@@ -202,7 +209,8 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(op._from_padded, (padded, OFFSETS, 6, True))
     torch.library.opcheck(op._gather_rows, (x, index, False))
     torch.library.opcheck(op._scatter_sum, (x, index, 4, False))
-    torch.library.opcheck(op._embedding_add, (x, few, index))
+    torch.library.opcheck(op._embedding_add, (x, few, index, ()))
+    torch.library.opcheck(op._table_sum, (x, index[:, None], (4,)))
     torch.library.opcheck(op._segment_sum, (x, OFFSETS, True))
     torch.library.opcheck(op._spread, (few, OFFSETS, 6, True))
     torch.library.opcheck(op._broadcast_add, (x, OFFSETS, few))

@@ -131,6 +131,13 @@ MOVEMENTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "embedding_add": lambda x, y, dense: jagged.embedding_add(
         x, dense, torch.arange(2 * x.shape[0], device="cuda").view(-1, 2) % 9
     ),
+    "embedding_add, two tables": lambda x, y, dense: jagged.embedding_add(
+        x,
+        dense,
+        torch.arange(x.shape[0], device="cuda")[:, None] % torch.tensor([6, 3], device="cuda")
+        + torch.tensor([0, 6], device="cuda"),
+        sizes=(6, 3),
+    ),
 }
 
 
@@ -158,7 +165,7 @@ def test_movement(name: str, dtype: torch.dtype) -> None:
 def used(name: str) -> str:
     """Which of x, y and dense an entry of ``MOVEMENTS`` reads."""
     two = {"concat": "xy", "split": "xy", "segment_mean": "y"}
-    return two.get(name, "xd" if name in ("from_padded", "broadcast_add", "embedding_add") else "x")
+    return two.get(name, "xd" if name.startswith(("from_padded", "broadcast_add", "embedding_add")) else "x")
 
 
 def test_movement_is_the_same_in_every_run_and_never_waits() -> None:
@@ -176,6 +183,22 @@ def test_movement_is_the_same_in_every_run_and_never_waits() -> None:
         return jagged.broadcast_add(x, offsets, mean).sum(0) + jagged.last_k(taken, offsets, 2)[0].sum((0, 1))
 
     twice(op, (x, y, table))
+
+
+@pytest.mark.parametrize("rows", [1, 200_000])
+@pytest.mark.parametrize("sizes", [(2048, 64), (5, 700), (64, 64), (16_384, 1)])
+def test_gradients_of_two_tables(sizes: tuple[int, int], rows: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    columns = [torch.randint(n, (rows,), generator=generator, device="cuda") for n in sizes]
+    columns[0] = columns[0] * columns[0] // sizes[0]  # more of the first rows
+    index = torch.stack([columns[0], columns[1] + sizes[0]], dim=1)
+
+    def op(x: Tensor, table: Tensor) -> Tensor:
+        return jagged.embedding_add(x, table, index, sizes=sizes)
+
+    inputs = (random(rows, 72), random(sum(sizes), 72, seed=1))
+    compare(op, inputs, torch.bfloat16)
+    twice(op, inputs)
 
 
 def test_movement_beyond_two_billion_elements() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "parts", ["block_attention block_attention_leaks", "movement", "gathers chunks empty_movement", "norms"]
+    "parts", ["block_attention block_attention_leaks", "movement", "gathers chunks tables empty_movement", "norms"]
 )
 def test_kernels_equal_the_references(parts: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}

@@ -80,7 +80,7 @@ def interpreted() -> None:
     from kernels.token_mixing import reference
     from kernels.token_mixing import triton as kernels
 
-    for shape in SHAPES:
+    for shape in (SHAPES[0], SHAPES[2], SHAPES[3]):
         x, matrix, grad = inputs(*shape)
         small = [t.float() for t in (x, matrix, grad)]
         small[0] = torch.stack([small[0], small[0]], dim=2)[:, :, 1]
