@@ -150,15 +150,16 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
             return block_kernels.forward, block_reference.forward, (q, k, v, *rest)
         return block_kernels.backward, block_reference.backward, (grad, q, k, v, *rest)
     if job.kernel.startswith(("fm", "mix")):
-        own, reference, shapes = fm_kernels, fm_reference, FM
-        if job.kernel.startswith("mix"):
-            own, reference, shapes = mix_kernels, mix_reference, MIX
-        columns, rows = shapes[width, job.length], 5 if small else 2**26 // (width * job.length)
+        is_fm = job.kernel.startswith("fm")
+        own: Any = fm_kernels if is_fm else mix_kernels
+        reference: Any = fm_reference if is_fm else mix_reference
+        columns = (FM if is_fm else MIX)[width, job.length]
+        rows = 5 if small else 2**26 // (width * job.length)
         x = torch.randn(rows, job.length, width, device="cuda").bfloat16()
         small_matrix = torch.randn(job.length, columns, device="cuda").bfloat16()
         if job.kernel.endswith("forward"):
             return own.forward, reference.forward, (x, small_matrix)
-        out = (rows, job.length, columns) if own is fm_kernels else (rows, columns, width)
+        out = (rows, job.length, columns) if is_fm else (rows, columns, width)
         return own.backward, reference.backward, (torch.randn(out, device="cuda").bfloat16(), x, small_matrix)
     longest = 2 * job.length if job.kernel == "sum" else 1024
     rows = 2000 if small else 2**27 // width
