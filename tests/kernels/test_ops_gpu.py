@@ -1,4 +1,4 @@
-"""Block attention, jagged movement and norms on a GPU, through the ops, against the references in float64."""
+"""Block attention, jagged movement, norms and interaction products on a GPU against the references in float64."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kernels import jagged
 from kernels.block_attention import block_attention
+from kernels.interaction import fm_block
 from kernels.jagged import offsets_from_lengths
 from kernels.norms import add_layer_norm, layer_norm, rms_norm
+from kernels.token_mixing import mix_tokens, sum_kron
 
 pytestmark = pytest.mark.gpu
 
@@ -253,3 +255,28 @@ def test_norms_beyond_two_billion_elements() -> None:
     (want_gradient,) = torch.autograd.grad(want, last, want.detach())
     assert torch.equal(out[-3:], want)
     assert torch.equal(gradient[-3:], want_gradient)
+
+
+def test_interaction_products_are_the_same_in_every_run_and_never_wait() -> None:
+    """Of views, whose rows do not stand side by side."""
+    x, y, matrix = random(3000, 26, 2, 256)[:, :, 1], random(26, 32, seed=1), random(26, 28, seed=2)
+    mix, maps = random(2, 28, 8, seed=3), random(2, 256, 256, seed=4)
+
+    def op(x: Tensor, y: Tensor, matrix: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
+        return fm_block(x, y).sum((1, 2)) + sum_kron(mix_tokens(x, matrix), mix, maps).sum((1, 2))
+
+    twice(op, (x, y, matrix, mix, maps))
+
+
+@pytest.mark.parametrize("op", [fm_block, mix_tokens])
+def test_interaction_products_beyond_two_billion_elements(op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = torch.empty(165_000, 26, 512, dtype=torch.bfloat16, device="cuda").normal_(std=0.5)
+    assert x.numel() > 2**31
+    matrix, leaf = random(26, 26), x.requires_grad_()
+    out = op(leaf, matrix)
+    (gradient,) = torch.autograd.grad(out, leaf, out.detach())
+    last = x.detach()[-4:].clone().requires_grad_()
+    want = op(last, matrix)
+    (want_gradient,) = torch.autograd.grad(want, last, want.detach())
+    assert torch.equal(out[-4:], want)
+    assert torch.equal(gradient[-4:], want_gradient)
