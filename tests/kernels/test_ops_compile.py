@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.block_attention import triton as block_attention  # noqa: E402
+from kernels.jagged import tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
@@ -22,6 +23,7 @@ from tests.kernels.compiled import resources  # noqa: E402
 SHARED_MEMORY = 232448
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
+WHOLE = ("KEYS", "COUNTS", "TOTALS", "BEFORE")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
 ODD = ("B", "N", "rows", "length")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
@@ -34,7 +36,8 @@ def build(kernel: Any, constants: dict[str, Any], arch: int, dtype: torch.dtype,
         if name in constants:
             signature[name] = "constexpr"
         elif name.isupper() and name not in ODD:
-            signature[name] = "*i64" if name in LONG else "*fp32" if name in SINGLE else f"*{NAMES[dtype]}"
+            numbers = {**dict.fromkeys(LONG, "*i64"), **dict.fromkeys(WHOLE, "*i32"), **dict.fromkeys(SINGLE, "*fp32")}
+            signature[name] = numbers.get(name, f"*{NAMES[dtype]}")
         else:
             signature[name] = "fp32" if name in ("scale", "eps", "padding") else "i32"
         if name not in ODD and signature[name] not in ("fp32", "constexpr"):
@@ -88,6 +91,17 @@ MOVED = [
     ("sum_kernel", {"ROUNDS": 2, "MEAN": False, "CHOICES": 2, "PARTIAL": None}),
     ("finish_kernel", {"ROUNDS": 2, "MEAN": True}),
 ]
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_gradients_of_two_tables(arch: int) -> None:
+    config = {**tables_triton.DEFAULT, "GROUPS": 32, "WIDTH": 256}
+    warps = config.pop("num_warps")
+    compiled = build(tables_triton.sum_kernel, config, arch, torch.bfloat16, num_warps=warps)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if arch == 90:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert resources(compiled)["stack"] == 0
 
 
 @pytest.mark.parametrize("arch", [90, 100])
