@@ -9,6 +9,7 @@ it belongs and whose sums are within bf16 rounding may win. Candidates are compi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from kernels.common import memory_tuning
 from kernels.common.tuning import device_name
 from kernels.interaction import reference as fm_reference
 from kernels.interaction import triton as fm_kernels
-from kernels.jagged import offsets_from_lengths
+from kernels.jagged import offsets_from_lengths, tables_triton
 from kernels.jagged import reference as jagged_reference
 from kernels.jagged import triton as jagged_kernels
 from kernels.norms import reference as norm_reference
@@ -72,6 +73,7 @@ JOBS = [
     ),
     *(Job("sum", width, length) for width in (64, 256) for length in (8, 32, 512)),
     *(Job(f"norm_{way}", width) for way in ("forward", "backward") for width in (128, 256, 1024, 4096)),
+    Job("tables", 256),
     *(Job(f"fm_{way}", *shape) for way in ("forward", "backward") for shape in FM),
     *(Job(f"mix_{way}", *shape) for way in ("forward", "backward") for shape in MIX),
 ]
@@ -85,14 +87,27 @@ def candidates(job: Job) -> list[Config]:
         found += [{"num_warps": 4, "maxnreg": 168 if backward else 128}]
         return found + ([{"num_warps": 8, "maxnreg": 128}] if backward else [])
     if job.kernel.startswith(("fm", "mix")):
-        groups = [{}] if job.kernel.startswith("fm") or job.length > 32 else [{"GROUP": 1}, {"GROUP": 2}]
+        mixes, steps = job.kernel.startswith("mix"), (128,) if job.width == 128 else (128, 256)
         return [
-            {**group, "STEP": step, "STAGES": stages, "PROGRAMS": programs, "num_warps": warps}
-            for group in groups
-            for warps in (4, 8)
-            for step in ((128,) if job.width == 128 else (64, 128))
+            {
+                **({"GROUP": group} if mixes else {}),
+                "STEP": step,
+                "STAGES": stages,
+                "PROGRAMS": more,
+                "num_warps": warps,
+            }
+            for group in ((1, 2) if mixes and job.length <= 32 else (1,))
+            for step, warps in itertools.product(steps, (4, 8))
             for stages in (2, 4)
-            for programs in ((4,) if job.kernel == "fm_forward" else (2, 4, 8))
+            for more in ((4,) if job.kernel == "fm_forward" else (4, 8))
+        ]
+    if job.kernel == "tables":
+        shapes = [(64, 128, 4), (64, 128, 8), (128, 128, 4), (64, 256, 8), (64, 64, 4)]
+        return [
+            {"CHUNK": chunk, "ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
+            for rows, block, warps in shapes
+            for chunk in (4096, 6144)
+            for stages in (2, 3, 4)
         ]
     block = triton.next_power_of_2(job.width)
     if job.kernel == "sum":
@@ -161,6 +176,11 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
             return own.forward, reference.forward, (x, small_matrix)
         out = (rows, job.length, columns) if is_fm else (rows, columns, width)
         return own.backward, reference.backward, (torch.randn(out, device="cuda").bfloat16(), x, small_matrix)
+    if job.kernel == "tables":
+        rows = 2000 if small else 2**27 // width
+        x = torch.randn(rows, width, device="cuda").bfloat16()
+        index = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).cuda()
+        return tables_triton.table_sum, jagged_reference.table_sum, (x, index, (2048, 64))
     longest = 2 * job.length if job.kernel == "sum" else 1024
     rows = 2000 if small else 2**27 // width
     offsets = offsets_from_lengths(packed_lengths(max(2, 2 * rows // longest), longest, "s=.5")).cuda()
@@ -227,7 +247,7 @@ def tune(job: Job) -> tuple[str, Config] | None:
             if not wrong < TOLERANCE:
                 print(f"{job} WRONG by {wrong:.1e}: {config}")
                 continue
-            ms = milliseconds(lambda: own(*given), rep=10)
+            ms = milliseconds(lambda: own(*given), graph=True, rep=10)
         print(f"{job.kernel} {job.width} {job.length}: {ms:.4f} ms, error {wrong:.1e}: {config}", flush=True)
         if best is None or ms < best[0]:
             best = (ms, config)

@@ -36,7 +36,7 @@ class Variant:
 
     def start(self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
         """Queues ``programs`` programs of the kernel on the current stream."""
-        if self.constants["TMA"]:
+        if self.constants.get("TMA"):
             triton.set_allocator(_scratch)  # of this thread; autograd has its own
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = not functools.reduce(operator.or_, pointers) & 15

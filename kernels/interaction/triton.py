@@ -8,7 +8,7 @@ the programs are added in a fixed order, so gradients have the same bits in ever
 Rows of the batch in one tile meet as zeros times what they have: where that is not finite, gradients of its neighbours
 become NaN, and outputs where Y is not shared.
 
-Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, n, k]``, Y ``[n, k]`` or, not ``SHARED``, ``[N, n, k]``; ``stb`` and ``stx``
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, n, k]``, Y ``[n, k]`` or, not ``SHARED``, ``[N, n, k]``; ``STB`` and ``STX``
 are the strides of X in N and n, all else is packed.
 """
 
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import Variant
 
 MOST_TOKENS = 128
 MOST_RANK = 128
@@ -64,21 +65,22 @@ def _put(Y, value, at, live, RANK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    X, Y, OUT, N, stb, stx, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr,
-    RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    X, Y, OUT, N, STB: tl.constexpr, STX: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile."""
     b, token, live, same = _tile(tl.program_id(0), N, TOKENS, PAD, ROWS)
     at = b * TOKENS + token
     y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
-    products = _products(X, b * stb + token * stx, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+    products = _products(X, b * STB + token * STX, live, same, WIDTH, ROWS, STEP).to(y.dtype)
     _put(OUT, tl.dot(products, y), at, live, RANK, WIDE)
 
 
 @triton.jit(do_not_specialize=["N"])
 def backward_kernel(
-    X, Y, DO, DX, DY, N, stb, stx, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
-    WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    X, Y, DO, DX, DY, N, STB: tl.constexpr, STX: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr,
+    PAD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile. DY, where ``SHARED``: float32 ``[programs, ROWS, RANK]``."""
     sums = tl.zeros([ROWS, WIDE], tl.float32)
@@ -87,7 +89,7 @@ def backward_kernel(
         at = b * TOKENS + token
         y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
         do = _matrix(DO, at, live, RANK, WIDE)
-        products = _products(X, b * stb + token * stx, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+        products = _products(X, b * STB + token * STX, live, same, WIDTH, ROWS, STEP).to(y.dtype)
         if SHARED:
             sums = tl.dot(products, do, sums)
         else:
@@ -98,7 +100,7 @@ def backward_kernel(
         for first in range(0, WIDTH, STEP):
             c = first + tl.arange(0, STEP)
             mask = live[:, None] & (c < WIDTH)[None, :]
-            x = tl.load(X + (b * stb + token * stx)[:, None] + c[None, :], mask=mask, other=0.0)
+            x = tl.load(X + (b * STB + token * STX)[:, None] + c[None, :], mask=mask, other=0.0)
             tl.store(DX + at[:, None] * WIDTH + c[None, :], tl.dot(inner, x).to(DX.dtype.element_ty), mask=mask)
     if SHARED:
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -115,27 +117,26 @@ def forward(x: Tensor, y: Tensor) -> Tensor:
     """See ``reference.forward``."""
     out = x.new_empty(x.shape[0], x.shape[1], y.shape[-1])
     if x.shape[0]:
-        _, constants = _constants("fm_forward", x.device, x.dtype, x.shape[1], x.shape[2], y.shape[-1])
-        tiles, x = -(-x.shape[0] * constants["PAD"] // constants["ROWS"]), _rows(x)
-        numbers = (x.shape[0], x.stride(0), x.stride(1))
-        forward_kernel[(tiles,)](x, y.contiguous(), out, *numbers, y.dim() == 2, **constants)
+        x, y = _rows(x), y.contiguous()
+        _, kernel = _plan("fm_forward", x, y)
+        tiles = -(-x.shape[0] * kernel.constants["PAD"] // kernel.constants["ROWS"])
+        kernel.start(tiles, (x, y, out), (x.shape[0],))
     return out
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.backward``."""
-    shared, (count, tokens, width), rank = y.dim() == 2, x.shape, y.shape[-1]
+    shared, (count, tokens, _), rank = y.dim() == 2, x.shape, y.shape[-1]
     dx = x.new_empty(x.shape)
     if count == 0:
         return dx, torch.zeros_like(y)
-    programs, constants = _constants("fm_backward", x.device, x.dtype, tokens, width, rank)
-    pad, rows = constants["PAD"], constants["ROWS"]
+    x, y = _rows(x), y.contiguous()
+    programs, kernel = _plan("fm_backward", x, y)
+    pad, rows = kernel.constants["PAD"], kernel.constants["ROWS"]
     tiles = -(-count * pad // rows)
-    programs = min(tiles, programs * _processors(x.device)) if shared else tiles
+    programs = min(tiles, programs) if shared else tiles
     dy = x.new_empty((programs, rows, rank), dtype=torch.float32) if shared else y.new_empty(y.shape)
-    x = _rows(x)
-    tensors = (x, y.contiguous(), grad.contiguous(), dx, dy)
-    backward_kernel[(programs,)](*tensors, count, x.stride(0), x.stride(1), shared, **constants)
+    kernel.start(programs, (x, y, grad.contiguous(), dx, dy), (count,))
     if shared:
         dy = dy.view(-1, pad, rank)[:, :tokens].sum(0).to(y.dtype)
     return dx, dy
@@ -145,17 +146,34 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _constants(
-    kernel: str, device: torch.device, dtype: torch.dtype, tokens: int, width: int, rank: int
-) -> tuple[int, dict[str, Any]]:
-    """Programs for each multiprocessor and what the kernel is compiled for."""
-    return build(memory_tuning.find(kernel, device, dtype, width, tokens) or default(tokens), tokens, width, rank)
+def _plan(kernel: str, x: Tensor, y: Tensor) -> tuple[int, Variant]:
+    count, tokens, width = x.shape
+    config = memory_tuning.find(kernel, x.device, x.dtype, width, tokens) or default(tokens)
+    strides = (x.stride(0) if count > 1 else 0, x.stride(1) if tokens > 1 else 0)
+    return _variant(
+        kernel, x.device, x.dtype, (*strides, y.dim() == 2), (tokens, width, y.shape[-1]), tuple(config.items())
+    )
 
 
-def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[int, dict[str, Any]]:
-    """The same from a configuration. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+@cache
+def _variant(
+    kernel: str, device: torch.device, dtype: torch.dtype, fixed: tuple[int, int, bool], shape: tuple[int, int, int],
+    config: tuple[tuple[str, int], ...],
+) -> tuple[int, Variant]:  # fmt: skip
+    """Programs of a whole GPU, and the kernel for these strides and shapes."""
+    programs, constants, options = build(dict(config), *shape)
+    constants |= dict(zip(("STB", "STX", "SHARED"), fixed, strict=True))
+    function = forward_kernel if kernel == "fm_forward" else backward_kernel
+    return programs * _processors(device), Variant(function, constants, options)
+
+
+def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[int, dict[str, Any], dict[str, int]]:
+    """Programs for each multiprocessor, constants and options of a configuration.
+
+    On tensor cores sides under 64 are padded: they have gone wrong on Hopper.
+    """
     pad = max(16, triton.next_power_of_2(tokens))
-    return config["PROGRAMS"], {
+    constants = {
         "TOKENS": tokens,
         "PAD": pad,
         "WIDTH": width,
@@ -163,9 +181,8 @@ def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[i
         "WIDE": max(64, triton.next_power_of_2(rank)),
         "ROWS": max(64, pad),
         "STEP": min(config["STEP"], max(64, triton.next_power_of_2(width))),
-        "num_warps": config["num_warps"],
-        "num_stages": config["STAGES"],
     }
+    return config["PROGRAMS"], constants, {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
 @cache

@@ -11,8 +11,8 @@ and each block, sorted on its own, then knows where its rows go.
 
 Shapes: X ``[T, W]``, BIG, LITTLE: int64, the choices of a row with the strides ``sti``; all else int32: KEYS ``[T]``,
 the choice of the large table plus 2^16 times the other; COUNTS, TOTALS ``[groups, blocks]``, the latter running sums;
-BEFORE ``[blocks, groups]``, rows of the groups before in the same block; ORDER ``[T]``. PARTIAL float32 ``[programs,
-128, W]``.
+BEFORE ``[blocks, groups]``, rows of the groups before in the same block; ORDER ``[T]``, and TAKEN, the keys in that
+order. PARTIAL float32 ``[programs, 128, W]``.
 """
 
 # mypy: allow-untyped-defs
@@ -30,10 +30,10 @@ from kernels.common import memory_tuning
 SMALL = 64
 LARGE = 2**14
 
-BLOCK_ROWS = 1024
+BLOCK_ROWS = 512
 """Rows that are grouped at a time."""
 
-DEFAULT = {"CHUNK": 4096, "ROWS": 64, "BLOCK": 128, "STAGES": 4, "num_warps": 8}
+DEFAULT = {"CHUNK": 4096, "ROWS": 64, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "big_first", "small_first"])
@@ -55,8 +55,8 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
-def order_kernel(KEYS, COUNTS, TOTALS, BEFORE, ORDER, rows, blocks, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Writes the rows of a block to their places."""
+def order_kernel(KEYS, COUNTS, TOTALS, BEFORE, ORDER, TAKEN, rows, blocks, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Writes the rows of a block and their keys to their places."""
     block = tl.program_id(0)
     lane = tl.arange(0, ROWS)
     live = block * ROWS + lane < rows
@@ -67,47 +67,52 @@ def order_kernel(KEYS, COUNTS, TOTALS, BEFORE, ORDER, rows, blocks, GROUPS: tl.c
     at = group * blocks + block
     place = tl.load(TOTALS + at, mask=live, other=0) - tl.load(COUNTS + at, mask=live, other=0) + lane
     place -= tl.load(BEFORE + block * GROUPS + group, mask=live, other=0)
-    tl.store(ORDER + place, block * ROWS + ordered % ROWS, mask=live)
+    row = block * ROWS + ordered % ROWS
+    tl.store(ORDER + place, row, mask=live)
+    tl.store(TAKEN + place, tl.load(KEYS + row, mask=live, other=0), mask=live)
 
 
 @triton.jit
 def _chunks(TOTALS, blocks, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
-    """Of each group: its bounds in ORDER, and the number of its last chunk plus 1."""
+    """Of each group: its bounds in ORDER, how many chunks it has, and the number of the last one plus 1."""
     g = tl.arange(0, GROUPS)
     end = tl.load(TOTALS + (g + 1) * blocks - 1)
     begin = tl.load(TOTALS + g * blocks - 1, mask=g > 0, other=0)
-    return g, begin, end, tl.cumsum((end - begin + CHUNK - 1) // CHUNK, 0)
+    chunks = (end - begin + CHUNK - 1) // CHUNK
+    return g, begin, end, chunks, tl.cumsum(chunks, 0)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def sum_kernel(
-    X, ORDER, KEYS, TOTALS, PARTIAL, blocks, stx, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    X, ORDER, TAKEN, TOTALS, PARTIAL, blocks, stx, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has one chunk of a group and ``BLOCK`` columns."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     chunk = tl.program_id(0) // PARTS
     c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    g, begin, end, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
+    g, begin, end, chunks, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
     group = tl.sum((last <= chunk).to(tl.int32), 0)
     if group >= GROUPS:
         return
     start = tl.sum(tl.where(g == group, begin, 0), 0)
     stop = tl.sum(tl.where(g == group, end, 0), 0)
-    start += (chunk - tl.sum(tl.where(g == group - 1, last, 0), 0)) * CHUNK
-    stop = tl.minimum(stop, start + CHUNK)
-    taken = tl.arange(0, 128)[:, None]
+    parts = tl.sum(tl.where(g == group, chunks, 0), 0)
+    share = ((stop - start + parts - 1) // parts + ROWS - 1) // ROWS * ROWS  # as many rows for each
+    start += (chunk - tl.sum(tl.where(g == group - 1, last, 0), 0)) * share
+    stop = tl.minimum(stop, start + share)
+    place = tl.arange(0, 128)[:, None]
     acc = tl.zeros([128, BLOCK], tl.float32)
     for i in tl.range(start, stop, ROWS, num_stages=STAGES):
         lane = i + tl.arange(0, ROWS)
         r = tl.load(ORDER + lane, mask=lane < stop, other=0)
-        key = tl.load(KEYS + r, mask=lane < stop, other=0)[None, :]
+        key = tl.load(TAKEN + lane, mask=lane < stop, other=0)[None, :]
         mask = (lane < stop)[:, None] & (c < WIDTH)[None, :]
         x = tl.load(X + r.to(tl.int64)[:, None] * stx + c[None, :], mask=mask, other=0)
-        who = tl.where(taken < 64, key % 64, 64 + key // 65536) == taken
+        who = tl.where(place < 64, key % 64, 64 + key // 65536) == place
         acc = tl.dot(who.to(x.dtype), x, acc)
-    at = (chunk.to(tl.int64) * 128 + taken) * WIDTH + c[None, :]
-    tl.store(PARTIAL + at, acc, mask=(taken < 128) & (c < WIDTH)[None, :])
+    at = (chunk.to(tl.int64) * 128 + place) * WIDTH + c[None, :]
+    tl.store(PARTIAL + at, acc, mask=(place < 128) & (c < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["blocks", "big_first", "small_first"])
@@ -119,7 +124,7 @@ def finish_kernel(
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // PARTS
     c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    g, _, _, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
+    g, _, _, _, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
     group = row // 64
     first = tl.sum(tl.where(g == group - 1, last, 0), 0)
     stop = tl.sum(tl.where(g == group, last, 0), 0)
@@ -148,24 +153,24 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     (rows, width), big = values.shape, int(sizes[1] > sizes[0])
     firsts, groups = (0, sizes[0]), max(16, triton.next_power_of_2(triton.cdiv(sizes[big], 64)))
     blocks = triton.cdiv(rows, BLOCK_ROWS)
-    sides = (rows, rows, blocks * groups, blocks * groups)
-    keys, order, counts, before = (values.new_empty(side, dtype=torch.int32) for side in sides)
+    sides = (rows, rows, rows, blocks * groups, blocks * groups)
+    keys, order, taken, counts, before = (values.new_empty(side, dtype=torch.int32) for side in sides)
     count_kernel[(blocks,)](
         index[:, big], index[:, 1 - big], keys, counts, before, rows, blocks, index.stride(0), firsts[big],
         firsts[1 - big], GROUPS=groups, ROWS=BLOCK_ROWS,
     )  # fmt: skip
     totals = counts.cumsum(0, dtype=torch.int32)
-    order_kernel[(blocks,)](keys, counts, totals, before, order, rows, blocks, GROUPS=groups, ROWS=BLOCK_ROWS)
+    order_kernel[(blocks,)](keys, counts, totals, before, order, taken, rows, blocks, GROUPS=groups, ROWS=BLOCK_ROWS)
     chunks, block = rows // config["CHUNK"] + groups, min(config["BLOCK"], max(64, triton.next_power_of_2(width)))
     partial = values.new_empty((chunks, 128, width), dtype=torch.float32)
     out = values.new_empty(sum(sizes), width)
     shape = {"GROUPS": groups, "WIDTH": width, "BLOCK": block, "CHUNK": config["CHUNK"]}
     parts = triton.cdiv(width, block)
     sum_kernel[(chunks * parts,)](
-        values, order, keys, totals, partial, blocks, values.stride(0), **shape, ROWS=config["ROWS"],
+        values, order, taken, totals, partial, blocks, values.stride(0), **shape, ROWS=config["ROWS"],
         STAGES=config["STAGES"], num_warps=config["num_warps"],
     )  # fmt: skip
     finish_kernel[(sum(sizes) * parts,)](
-        out, partial, totals, blocks, firsts[big], firsts[1 - big], BIG=sizes[big], **shape, ROWS=16
+        out, partial, totals, blocks, firsts[big], firsts[1 - big], BIG=sizes[big], **shape, ROWS=32
     )
     return out

@@ -5,7 +5,7 @@ zeros between them. A program keeps M and takes one tile after another. X is rea
 the gradient once; a program adds up its part of the gradient of M, and those sums are added in a fixed order, so
 gradients have the same bits in every run.
 
-Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``; ``st*b`` and ``st*t`` are the strides of X and DO in
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``; ``ST*B`` and ``ST*T`` are the strides of X and DO in
 rows of the batch and tokens, all else is packed.
 """
 
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import Variant
 
 MOST_TOKENS, MOST_FEWER = 256, 128
 """Tokens in or out, and the fewer of both."""
@@ -36,9 +37,9 @@ def _places(group, N, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _load(X, b, token, live, stb, stt, c, WIDTH: tl.constexpr):
+def _load(X, b, token, live, STB: tl.constexpr, STT: tl.constexpr, c, WIDTH: tl.constexpr):
     mask = live[:, None] & (c < WIDTH)[None, :]
-    return tl.load(X + (b * stb + token * stt)[:, None] + c[None, :], mask=mask, other=0.0)
+    return tl.load(X + (b * STB + token * STT)[:, None] + c[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -65,8 +66,9 @@ def _matrix(
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
-    X, M, OUT, N, stxb, stxt, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    X, M, OUT, N, STXB: tl.constexpr, STXT: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile."""
     PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
@@ -74,16 +76,16 @@ def forward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
         c = (tile % PARTS) * STEP + tl.arange(0, STEP)
         b, token, live = _places(tile // PARTS, N, GROUP, INPUTS, IN_ROWS)
-        out = tl.dot(matrix, _load(X, b, token, live, stxb, stxt, c, WIDTH))
+        out = tl.dot(matrix, _load(X, b, token, live, STXB, STXT, c, WIDTH))
         b, token, live = _places(tile // PARTS, N, GROUP, OUTPUTS, OUT_ROWS)
         _store(OUT, out, b, token, live, c, OUTPUTS, WIDTH)
 
 
 @triton.jit(do_not_specialize=["N"])
 def backward_kernel(
-    X, M, DO, DX, PARTIAL, N, stxb, stxt, stdb, stdt, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    X, M, DO, DX, PARTIAL, N, STXB: tl.constexpr, STXT: tl.constexpr, STDB: tl.constexpr, STDT: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr,
+    OUT_ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile. PARTIAL: float32 ``[programs, IN_ROWS, OUT_ROWS]``."""
     PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
@@ -92,9 +94,9 @@ def backward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
         c = (tile % PARTS) * STEP + tl.arange(0, STEP)
         b, token, live = _places(tile // PARTS, N, GROUP, OUTPUTS, OUT_ROWS)
-        do = _load(DO, b, token, live, stdb, stdt, c, WIDTH)
+        do = _load(DO, b, token, live, STDB, STDT, c, WIDTH)
         b, token, live = _places(tile // PARTS, N, GROUP, INPUTS, IN_ROWS)
-        x = _load(X, b, token, live, stxb, stxt, c, WIDTH)
+        x = _load(X, b, token, live, STXB, STXT, c, WIDTH)
         sums = tl.dot(x, tl.trans(do), sums)
         _store(DX, tl.dot(matrix, do), b, token, live, c, INPUTS, WIDTH)
     i, j = tl.arange(0, IN_ROWS), tl.arange(0, OUT_ROWS)
@@ -111,13 +113,12 @@ def supports(x: Tensor, matrix: Tensor) -> bool:
 
 def forward(x: Tensor, matrix: Tensor) -> Tensor:
     """See ``reference.forward``."""
-    (count, inputs, width), outputs = x.shape, matrix.shape[1]
+    (count, _, width), outputs = x.shape, matrix.shape[1]
     out = x.new_empty((count, outputs, width))
     if count:
-        x, constants = _rows(x), _constants("mix_forward", x.device, x.dtype, inputs, outputs, width)
-        programs = _programs(constants, count, width, x.device)
-        numbers = (count, x.stride(0), x.stride(1))
-        forward_kernel[(programs,)](x, matrix.contiguous(), out, *numbers, **constants[1])
+        x = _rows(x)
+        programs, kernel = _plan("mix_forward", x, None, outputs)
+        kernel.start(min(programs, _tiles(kernel, count, width)), (x, matrix.contiguous(), out), (count,))
     return out
 
 
@@ -128,12 +129,11 @@ def backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     if count == 0:
         return dx, torch.zeros_like(matrix)
     x, grad = _rows(x), _rows(grad)
-    constants = _constants("mix_backward", x.device, x.dtype, inputs, outputs, width)
-    programs, group = _programs(constants, count, width, x.device), constants[1]["GROUP"]
-    sides = (constants[1]["IN_ROWS"] // group, constants[1]["OUT_ROWS"] // group)
+    programs, kernel = _plan("mix_backward", x, grad, outputs)
+    programs, group = min(programs, _tiles(kernel, count, width)), kernel.constants["GROUP"]
+    sides = (kernel.constants["IN_ROWS"] // group, kernel.constants["OUT_ROWS"] // group)
     partial = x.new_empty((programs, group, sides[0], group, sides[1]), dtype=torch.float32)
-    numbers = (count, x.stride(0), x.stride(1), grad.stride(0), grad.stride(1))
-    backward_kernel[(programs,)](x, matrix.contiguous(), grad, dx, partial, *numbers, **constants[1])
+    kernel.start(programs, (x, matrix.contiguous(), grad, dx, partial), (count,))
     total = partial.diagonal(dim1=1, dim2=3).sum((0, 3))
     return dx, total[:inputs, :outputs].to(matrix.dtype)
 
@@ -142,36 +142,54 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _programs(constants: tuple[int, dict[str, Any]], count: int, width: int, device: torch.device) -> int:
-    tiles = -(-count // constants[1]["GROUP"]) * -(-width // constants[1]["STEP"])
-    return min(tiles, constants[0] * _processors(device))
+def _tiles(kernel: Variant, count: int, width: int) -> int:
+    return -(-count // kernel.constants["GROUP"]) * -(-width // kernel.constants["STEP"])
 
 
-def _constants(
-    kernel: str, device: torch.device, dtype: torch.dtype, inputs: int, outputs: int, width: int
-) -> tuple[int, dict[str, Any]]:
-    """Programs for each multiprocessor and what the kernel is compiled for."""
-    return build(memory_tuning.find(kernel, device, dtype, width, inputs) or default(kernel), inputs, outputs, width)
+def _plan(kernel: str, x: Tensor, grad: Tensor | None, outputs: int) -> tuple[int, Variant]:
+    _, inputs, width = x.shape
+    config = memory_tuning.find(kernel, x.device, x.dtype, width, inputs) or default(kernel)
+    strides = _strides(x) if grad is None else (*_strides(x), *_strides(grad))
+    return _variant(kernel, x.device, x.dtype, strides, (inputs, outputs, width), tuple(config.items()))
 
 
-def build(config: dict[str, Any], inputs: int, outputs: int, width: int) -> tuple[int, dict[str, Any]]:
-    """The same from a configuration. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+def _strides(x: Tensor) -> tuple[int, int]:
+    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0)
+
+
+@cache
+def _variant(
+    kernel: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, ...], shape: tuple[int, int, int],
+    config: tuple[tuple[str, int], ...],
+) -> tuple[int, Variant]:  # fmt: skip
+    """Programs of a whole GPU, and the kernel for these strides and shapes."""
+    programs, constants, options = build(dict(config), *shape)
+    constants |= dict(zip(("STXB", "STXT", "STDB", "STDT"), strides, strict=False))
+    function = forward_kernel if kernel == "mix_forward" else backward_kernel
+    return programs * _processors(device), Variant(function, constants, options)
+
+
+def build(config: dict[str, Any], inputs: int, outputs: int, width: int) -> tuple[int, dict[str, Any], dict[str, int]]:
+    """Programs for each multiprocessor, constants and options of a configuration.
+
+    On tensor cores sides under 64 are padded: they have gone wrong on Hopper.
+    """
     padded = [max(16, triton.next_power_of_2(side)) for side in (inputs, outputs)]
     group = min(config["GROUP"], max(1, 64 // max(padded)))
     in_rows, out_rows = (max(64, side * group) for side in padded)
-    warps = config["num_warps"] if in_rows * out_rows <= 128 * 64 else 8
-    step = min(config["STEP"], max(64, triton.next_power_of_2(width)), 128 if max(in_rows, out_rows) <= 128 else 64)
-    return config["PROGRAMS"], {
+    widest = 256 if max(in_rows, out_rows) == 64 else 128 if max(in_rows, out_rows) == 128 else 64
+    constants = {
         "INPUTS": inputs,
         "OUTPUTS": outputs,
         "WIDTH": width,
         "GROUP": group,
         "IN_ROWS": in_rows,
         "OUT_ROWS": out_rows,
-        "STEP": step,
+        "STEP": min(config["STEP"], max(64, triton.next_power_of_2(width)), widest),
         "STAGES": config["STAGES"],
-        "num_warps": warps,
     }
+    warps = config["num_warps"] if in_rows * out_rows <= 128 * 64 else 8
+    return config["PROGRAMS"], constants, {"num_warps": warps}
 
 
 def default(kernel: str) -> dict[str, Any]:

@@ -95,10 +95,10 @@ def test_kernels_compile(backward: bool, arch: int) -> None:
     from tests.kernels.compiled import resources
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
-    constants = {**kernels.build(kernels.default(20), 20, 512, 32)[1], "SHARED": True}
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    _, constants, options = kernels.build(kernels.default(20), 20, 512, 32)
+    constants |= {"SHARED": True, "STB": 20 * 512, "STX": 512}
     signature = {name: "constexpr" if name in constants else "*bf16" for name in kernel.arg_names}
-    signature |= {"N": "i32", "stb": "i32", "stx": "i32"} | ({"DY": "*fp32"} if backward else {})
+    signature |= {"N": "i32"} | ({"DY": "*fp32"} if backward else {})
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name != "N"}
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {place: x for place, x in aligned.items() if place not in constexprs}

@@ -23,7 +23,7 @@ from tests.kernels.compiled import resources  # noqa: E402
 SHARED_MEMORY = 232448
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
-WHOLE = ("KEYS", "COUNTS", "TOTALS", "BEFORE")
+WHOLE = ("TAKEN", "TOTALS")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
 ODD = ("B", "N", "rows", "length")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""

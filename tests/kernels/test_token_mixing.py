@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,9 +114,9 @@ def test_kernels_compile(backward: bool, sides: tuple[int, int], arch: int) -> N
     from tests.kernels.test_ops_compile import build
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
-    constants: dict[str, Any] = kernels.build(kernels.default(""), *sides, 512)[1]
-    warps = constants.pop("num_warps")
-    compiled = build(kernel, constants, arch, torch.bfloat16, num_warps=warps)
+    _, constants, options = kernels.build(kernels.default(""), *sides, 512)
+    constants |= {"STXB": sides[0] * 512, "STXT": 512} | ({"STDB": sides[1] * 512, "STDT": 512} if backward else {})
+    compiled = build(kernel, constants, arch, torch.bfloat16, **options)
     assert compiled.metadata.shared <= 232448
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
