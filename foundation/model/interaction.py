@@ -151,9 +151,12 @@ class InteractionArm(nn.Module):
         if self.exchange is not None:
             out = self.exchange(z, self._input, self._blocks)
         elif config.partition == "split":
-            # Expert e has tokens e, e + E, ...: a step through z, unless the numbers do not divide.
-            if config.experts * self.tokens > z.shape[2]:
+            # Expert e has tokens e, e + E, ...: a step through z, the first ones once more where numbers do not divide.
+            missing = config.experts * self.tokens - z.shape[2]
+            if missing > z.shape[2]:
                 z = z.index_select(2, self.part.view(config.experts, -1).t().flatten())
+            elif missing:
+                z = torch.cat([z, z[:, :, :missing]], dim=2)
             parts = z.view(members, count, self.tokens, config.experts, self.width)
             out = self._blocks(part for own in parts.unbind(0) for part in own.unbind(2))
         else:

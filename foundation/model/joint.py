@@ -30,7 +30,7 @@ class JointArm(nn.Module):
     def __init__(self, config: SequenceConfig, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.feed_forward = GeneratedNetwork(config, width, bias) if config.kv_per_summary else None
-        self.attention = _HistoryAttention(config, width, bias) if config.attention != "none" else None
+        self.attention = HistoryAttention(config, width, bias) if config.attention != "none" else None
 
     def forward(self, history: History, summaries: Tensor | None) -> History:
         """A shared history under the feature summaries ``[N, S, E]`` of its rows."""
@@ -46,7 +46,7 @@ class JointArm(nn.Module):
         return History(history.events, cls, history.request)
 
 
-class _HistoryAttention(nn.Module):
+class HistoryAttention(nn.Module):
     def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.heads:

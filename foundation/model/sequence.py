@@ -84,7 +84,7 @@ class SequenceArm(nn.Module):
     def __init__(self, config: SequenceConfig, width: int, *, bias: bool = True) -> None:
         super().__init__()
         self.feed_forward = GeneratedNetwork(config, width, bias) if config.kv_per_summary else None
-        self.attention = _SelfAttention(config, width, bias) if config.attention != "none" else None
+        self.attention = SelfAttention(config, width, bias) if config.attention != "none" else None
 
     def forward(self, events: Events, summaries: Tensor | None) -> Events:
         """Events ``[T, E]`` under the feature summaries ``[B, S, E]`` of their rows (None without the network)."""
@@ -138,7 +138,7 @@ class GeneratedNetwork(nn.Module):
         return values if self.pre else self.norm(values)
 
 
-class _SelfAttention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.heads:

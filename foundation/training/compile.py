@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shape_config
 
-from foundation.model.cross import FeatureSummary
+from foundation.model.cross import FeatureSummary, SequenceSummary
 from foundation.model.events import Events, History
 from foundation.model.gem import GEM
 from foundation.model.heads import Heads
+from foundation.model.interaction import InteractionArm
+from foundation.model.joint import HistoryAttention
 from foundation.model.layer import Layer, SequenceSummaries
+from foundation.model.sequence import GeneratedNetwork, SelfAttention
 
-Compile = Literal["none", "layers", "dense"]
+Compile = Literal["none", "parts", "layers", "dense"]
 
 Plain = dict[str, tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]]
 """Histories without their names: events, CLS tokens and requests by stream."""
@@ -33,32 +36,37 @@ def compile_regions(model: GEM, what: Compile, backend: str = "inductor") -> int
 
     Args:
         model: names of its parameters stay.
-        what: `layers`, the layers; `dense`, also the summaries and heads around them; `none`.
+        what: `parts`, the parts of the arms, of which those of one shape share a graph; `layers`, whole layers;
+            `dense`, also the summaries and heads around them; `none`.
         backend: of `torch.compile`.
 
     Returns:
         The number of regions.
 
     Raises:
-        ValueError: `what` is none of the three.
+        ValueError: `what` is none of the four.
     """
-    if what not in ("none", "layers", "dense"):
-        raise ValueError(f"compile: must be none, layers or dense, got {what!r}")
+    if what not in ("none", "parts", "layers", "dense"):
+        raise ValueError(f"compile: must be none, parts, layers or dense, got {what!r}")
     regions = list(_regions(model, what))
     if regions:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
         # Two lengths that happen to be equal in the first batch need not be so in the next.
         shape_config.use_duck_shape = False
+        # Layers that differ in their number of tokens have a graph each, not one for any number.
+        torch._dynamo.config.automatic_dynamic_shapes = False
     for region in regions:
-        whole = isinstance(region, Layer)
-        compiled = torch.compile(_plain(region.forward) if whole else region.forward, backend=backend, fullgraph=True)
+        forward, named = region.forward, _FORMS.get(type(region))
+        compiled = torch.compile(named[0](forward) if named else forward, backend=backend, fullgraph=True)
         marked = _marking(compiled, rows=1 if isinstance(region, Heads) else 0)
-        region.forward = _named(marked) if whole else marked
+        region.forward = named[1](marked) if named else marked
     return len(regions)
 
 
 def _regions(model: GEM, what: Compile) -> Iterator[nn.Module]:
-    if what != "none":
+    if what == "parts":
+        yield from (module for module in model.modules() if isinstance(module, _PARTS))
+    if what in ("layers", "dense"):
         yield from model.layers
     if what == "dense":
         yield model.heads
@@ -86,6 +94,45 @@ def _named(plain: Callable[..., Any]) -> Callable[..., Any]:
         return x, _from_plain(after), summaries
 
     return named
+
+
+def _plain_events(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def plain(values: Tensor, offsets: Tensor, gap: Tensor) -> Any:
+        return forward(Events(values, offsets, gap))
+
+    return plain
+
+
+def _named_events(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def named(events: Events) -> Any:
+        return plain(*events)
+
+    return named
+
+
+def _plain_history(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def plain(values: Tensor, offsets: Tensor, gap: Tensor, cls: Any, request: Any, *more: Tensor) -> Any:
+        return forward(History(Events(values, offsets, gap), cls, request), *more)
+
+    return plain
+
+
+def _named_history(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def named(history: History, *more: Tensor) -> Any:
+        return plain(*history.events, history.cls, history.request, *more)
+
+    return named
+
+
+_PARTS = (FeatureSummary, SequenceSummary, GeneratedNetwork, SelfAttention, HistoryAttention, InteractionArm, Heads)
+
+_FORMS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    Layer: (_plain, _named),
+    SelfAttention: (_plain_events, _named_events),
+    HistoryAttention: (_plain_history, _named_history),
+    SequenceSummary: (_plain_history, _named_history),
+}
+"""Modules whose inputs are named tuples: what takes them apart, and what puts them together again inside of a graph."""
 
 
 def _to_plain(histories: dict[str, History]) -> Plain:

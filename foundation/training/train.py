@@ -78,7 +78,8 @@ class TrainConfig:
         evaluation: when, and what is best.
         checkpoint: when.
         precision: fp32, or bf16 for matrix products in bfloat16.
-        compile: what `torch.compile` makes graphs of: none, the layers, or dense, the summaries and heads too.
+        compile: what `torch.compile` makes graphs of: none; parts, those of the arms, which compile fastest; the
+            layers; or dense, the summaries and heads too.
         activation_memory_gb: what the arms of layers may keep for the backward pass; those that save least time per GB
             are computed again. 0 keeps everything.
         device: auto, cpu or cuda.
@@ -134,8 +135,8 @@ class TrainConfig:
                 raise ValueError(f"{key}: must be at least {least}, got {getattr(self, key)}")
         if self.activation_memory_gb < 0:
             raise ValueError(f"activation_memory_gb: must not be negative, got {self.activation_memory_gb}")
-        if self.compile not in ("none", "layers", "dense"):
-            raise ValueError(f"compile: must be none, layers or dense, got {self.compile!r}")
+        if self.compile not in ("none", "parts", "layers", "dense"):
+            raise ValueError(f"compile: must be none, parts, layers or dense, got {self.compile!r}")
         if self.compile != "none" and self.parallel.dense.expert > 1:
             raise ValueError(
                 f"compile: {self.compile} with parallel.dense.expert {self.parallel.dense.expert}: a graph cannot hold "

@@ -17,7 +17,7 @@ from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
 from foundation.model.sequence import SequenceConfig
 from foundation.training.activations import recompute, regions
-from foundation.training.compile import compile_regions
+from foundation.training.compile import Compile, compile_regions
 from tests.foundation.model.batches import TABLE_ROWS, make_batch, model_schema
 
 SCHEMA = model_schema()
@@ -62,11 +62,12 @@ def gradients(model: GEM, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["parts", "dense"])
 @pytest.mark.parametrize("config", [PLAIN, SHARED, LIKE_LARGE], ids=["copies", "shared", "like large"])
-def test_new_lengths_compile_nothing_and_numbers_stay(config: GEMConfig) -> None:
+def test_new_lengths_compile_nothing_and_numbers_stay(config: GEMConfig, what: Compile) -> None:
     plain, compiled = build(config), build(config)
     counter = CompileCounterWithBackend("eager")
-    assert compile_regions(compiled, "dense", backend=counter) > config.layers
+    assert compile_regions(compiled, what, backend=counter) > config.layers
     first, *others = batches(10)
     gradients(compiled, first)
     graphs = counter.frame_count
@@ -96,5 +97,5 @@ def test_names_of_parameters_stay_and_other_words_are_refused() -> None:
     assert compile_regions(model, "none") == 0
     assert compile_regions(model, "layers") == 2
     assert list(model.state_dict()) == names
-    with pytest.raises(ValueError, match="compile: must be none, layers or dense"):
+    with pytest.raises(ValueError, match="compile: must be none, parts, layers or dense"):
         compile_regions(model, "all")  # type: ignore[arg-type]
