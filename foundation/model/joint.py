@@ -47,6 +47,12 @@ class JointArm(nn.Module):
 
 
 class HistoryAttention(nn.Module):
+    """CLS tokens of impressions attend to the history of their request.
+
+    Raises:
+        ValueError: the width is no multiple of the heads, or rotary needs more even heads.
+    """
+
     def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.heads:

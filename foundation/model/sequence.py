@@ -139,6 +139,12 @@ class GeneratedNetwork(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Self-attention of a sequence arm, over all events, a window or blocks.
+
+    Raises:
+        ValueError: the width is no multiple of the heads, or rotary needs more even heads.
+    """
+
     def __init__(self, config: SequenceConfig, width: int, bias: bool) -> None:
         super().__init__()
         if width % config.heads:
