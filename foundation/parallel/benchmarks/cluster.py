@@ -57,6 +57,8 @@ LIMITS = {
 """Seconds that a part may take, by its kind."""
 START = 90.0
 """Seconds that processes may take to start."""
+CORES = 8
+"""From so many on, processes start before they are needed."""
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Launcher:
     begun: float = field(default_factory=time.monotonic)
     launches: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _prepared: dict[tuple[Any, ...], tuple[int, Any]] = field(default_factory=dict)
 
     def run(self, ranks: int, parts: list[str], first_limit: float = 0.0) -> None:
         """Runs parts on so many ranks; after one that fails, the rest in new processes.
@@ -93,8 +96,29 @@ class Launcher:
                 self.note(left[:1], why)
                 left = left[1:]
 
+    def prepare(self, ranks: int, parts: list[str], *more: str, devices: str | None = None) -> None:
+        """Starts processes that import what they need and wait until `start` is called in the same way.
+
+        Where there are few cores these would only be in one another's way.
+        """
+        if parts and len(os.sched_getaffinity(0)) >= CORES:
+            self._prepared[ranks, *parts, *more, devices] = self._begin(ranks, parts, more, devices)
+
     def start(self, ranks: int, parts: list[str], *more: str, devices: str | None = None) -> tuple[int, Any]:
         """Starts processes for some parts; `more` goes to torchrun, `devices` says which GPUs it sees."""
+        waiting = self._prepared.pop((ranks, *parts, *more, devices), None)
+        launch, process = waiting or self._begin(ranks, parts, more, devices)
+        (self.options.out / f"go-{launch}").touch()
+        return launch, process
+
+    def end(self) -> None:
+        """Ends processes that were prepared and not needed."""
+        for launch, process in self._prepared.values():
+            self.stop(launch, process)
+
+    def _begin(
+        self, ranks: int, parts: list[str], more: tuple[str, ...], devices: str | None
+    ) -> tuple[int, subprocess.Popen[bytes]]:
         with self._lock:
             self.launches += 1
             launch = self.launches
@@ -181,15 +205,23 @@ class Launcher:
         return self.limit - (time.monotonic() - self.begun)
 
 
+RESTARTS = ("--max-restarts", "2")
+
+
+def fewer(ranks: int) -> dict[int, str | None]:
+    """Half of the ranks and one: on which GPUs each number of them runs, so that they can run at once."""
+    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    found: dict[int, str | None] = {}
+    for size in sorted({max(1, ranks // 2), 1}):
+        first = sum(found)
+        found[size] = ",".join(seen[first : first + size]) if torch.cuda.is_available() else None
+    return found
+
+
 def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
     """The saved run goes on with half of the ranks and with one, both at once."""
-    sizes = sorted({max(1, ranks // 2), 1})
-    started, first = [], 0
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    for size in sizes:
-        devices = ",".join(seen.split(",")[first : first + size]) if torch.cuda.is_available() else None
-        started.append(launcher.start(size, ["resume"], devices=devices))
-        first += size
+    sizes = fewer(ranks)
+    started = [launcher.start(size, ["resume"], devices=devices) for size, devices in sizes.items()]
     for launch, process in started:
         launcher.wait(launch, process, START + LIMITS["resume"])
     saved = [line["found"]["losses"] for line in launcher.lines() if line.get("part") == "save"]
@@ -204,7 +236,7 @@ def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
 
 def kill_a_rank(launcher: Launcher, ranks: int) -> None:
     """Kills the last rank between two checkpoints with signal 9 and measures what that costs."""
-    launch, process = launcher.start(ranks, ["survive"], "--max-restarts", "2")
+    launch, process = launcher.start(ranks, ["survive"], *RESTARTS)
     killed, at = 0.0, EVERY + 2
     until = time.monotonic() + min(START, launcher.left())
     while time.monotonic() < until and process.poll() is None and not killed:
@@ -316,14 +348,11 @@ def launches(ranks: int) -> tuple[list[str], list[str]]:
     if ranks == 1:
         return ["trace:replica", "save"], []
     every = list(ways(ranks))
-    others = [way for way in every if way not in ("replica", "bf16")]
+    others = [f"weak:{way}" for way in every if way not in ("replica", "bf16")]
     first = ["links", "weak:bf16", "trace:bf16", "weak:replica", "trace:replica", "layers:replica", "save"]
     if torch.cuda.is_available():
         first.insert(3, "waits:bf16")
-    traced = ("bf16 no overlap", "shard")
-    rest = [part for way in others for part in (f"weak:{way}", *([f"trace:{way}"] if way in traced else []))]
-    rest.insert(3, "strong:bf16")
-    return first, rest
+    return first, [others[0], "trace:bf16 no overlap", others[1], "strong:bf16", *others[2:]]
 
 
 def main() -> None:
@@ -355,25 +384,36 @@ def main() -> None:
     def chosen(parts: list[str]) -> list[str]:
         return [part for part in parts if not only or part in only]
 
-    first, rest = launches(ranks)
+    one = chosen(["weak:replica", *(["layers:replica"] if ranks == 1 else [])])
+    first, rest = (chosen(parts) for parts in launches(ranks))
+    sharded = chosen(["fully sharded"] if torch.cuda.is_available() and ranks > 1 else [])
+    sharded = [f"fully sharded:{name}" for name in CASES] if sharded else []
     checks = {
         "equality": lambda: launcher.run(ranks, ["equality"], first_limit=60.0),
         "resume": lambda: resume_elsewhere(launcher, ranks),
         "survive": lambda: kill_a_rank(launcher, ranks),
+        "fully sharded": lambda: launcher.run(ranks, sharded, first_limit=30.0),
     }
-    if torch.cuda.is_available() and ranks > 1:
-        checks["fully sharded"] = lambda: launcher.run(ranks, [f"fully sharded:{name}" for name in CASES])
+    launcher.prepare(1, one)
+    launcher.prepare(ranks, first)
+    launcher.prepare(ranks, chosen(["equality"]))
+    launcher.prepare(ranks, chosen(["survive"]), *RESTARTS)
+    launcher.prepare(ranks, sharded)
+    for size, devices in fewer(ranks).items():
+        launcher.prepare(size, chosen(["resume"]), devices=devices)
+    launcher.prepare(ranks, rest)
     with ProcessPoolExecutor(2, mp_context=mp.get_context("spawn")) as pool:
+        launcher.run(1, one, first_limit=90.0)
         if chosen(["plan"]):
             plan_all(launcher, ranks, pool)
-        launcher.run(1, chosen(["weak:replica", "layers:replica"]), first_limit=90.0)
-        launcher.run(ranks, chosen(first), first_limit=60.0)
+        launcher.run(ranks, first, first_limit=60.0)
         threads = [threading.Thread(target=checks[name]) for name in chosen(list(checks))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        launcher.run(ranks, chosen(rest), first_limit=30.0)
+        launcher.run(ranks, rest, first_limit=30.0)
+        launcher.end()
         pool.shutdown(wait=launcher.left() > 0, cancel_futures=True)
     found = summary(launcher, ranks)
     (options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")

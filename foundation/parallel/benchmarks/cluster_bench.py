@@ -77,22 +77,22 @@ def ways(world: int) -> dict[str, Way]:
         cuda = torch.cuda.is_available()
         gradients = DenseSizes(wire="bf16" if cuda else "fp32")  # DDP refuses bf16 on CPU
         bf16 = replace(plain, dense=gradients, sparse=SparseSizes(wire="bf16"))
+        fp8 = {"fp8 rows": Way(parallel=replace(bf16, sparse=SparseSizes(wire="fp8")))} if cuda else {}
         found |= {
             "bf16": Way(parallel=bf16),
-            "bf16 unbalanced": Way(parallel=bf16, balance=False),
             "bf16 no overlap": Way(parallel=replace(bf16, overlap=False)),
-            "unbalanced": Way(balance=False),
-            "no overlap": Way(parallel=replace(plain, overlap=False)),
+            "bf16 unbalanced": Way(parallel=bf16, balance=False),
+            **fp8,
+            "shard": Way(parallel=replace(bf16, dense=DenseSizes(shard=world, wire="bf16"))),
+            "table replicas": Way(parallel=replace(bf16, sparse=SparseSizes(replicas=2, wire="bf16"))),
+            "fully sharded": Way(
+                parallel=replace(bf16, sparse=SparseSizes(replicas=2, wire="bf16", fully_sharded=True))
+            ),
+            "expert": Way(parallel=replace(bf16, dense=DenseSizes(expert=2, shard=max(1, world // 2), wire="bf16"))),
             "bf16 rows": Way(parallel=replace(plain, sparse=SparseSizes(wire="bf16"))),
-            "shard": Way(parallel=replace(plain, dense=DenseSizes(shard=world))),
-            "expert": Way(parallel=replace(plain, dense=DenseSizes(expert=2, shard=1 if world == 2 else world // 2))),
-            "table replicas": Way(parallel=replace(plain, sparse=SparseSizes(replicas=2))),
-            "fully sharded": Way(parallel=replace(plain, sparse=SparseSizes(replicas=2, fully_sharded=True))),
         }
         if cuda:
             found["bf16 gradients"] = Way(parallel=replace(plain, dense=gradients))
-            found["fp8 rows"] = Way(parallel=replace(bf16, sparse=SparseSizes(wire="fp8")))
-            found["bf16 shard"] = Way(parallel=replace(bf16, dense=DenseSizes(shard=world, wire="bf16")))
     return found
 
 

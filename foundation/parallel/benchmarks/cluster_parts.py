@@ -140,7 +140,7 @@ class Rank:
         }
         self.tell(measured=f"{'strong' if strong else 'weak'}:{which}", found=found)
         few = max(1, count // 2)
-        unreduced = None if strong else bench.unreduced(few)
+        unreduced = bench.unreduced(few) if which in ("replica", "bf16") and not strong else None
         if unreduced is not None:
             found["step_ms_gradients_unreduced"] = unreduced / few * 1e3
         return found
@@ -259,6 +259,10 @@ def main() -> None:
     arguments = parser.parse_args()
     values = json.loads(arguments.options)
     options = Options(**{**values, "out": Path(values["out"])})
+    while not (
+        options.out / f"go-{arguments.launch}"
+    ).exists():  # all is imported: what is measured need not wait for it
+        time.sleep(0.05)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.backends.cuda.matmul.allow_tf32 = False
