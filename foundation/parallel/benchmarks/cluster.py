@@ -394,16 +394,23 @@ def main() -> None:
         "survive": lambda: kill_a_rank(launcher, ranks),
         "fully sharded": lambda: launcher.run(ranks, sharded, first_limit=30.0),
     }
-    launcher.prepare(1, one)
-    launcher.prepare(ranks, first)
-    launcher.prepare(ranks, chosen(["equality"]))
-    launcher.prepare(ranks, chosen(["survive"]), *RESTARTS)
-    launcher.prepare(ranks, sharded)
-    for size, devices in fewer(ranks).items():
-        launcher.prepare(size, chosen(["resume"]), devices=devices)
-    launcher.prepare(ranks, rest)
+
+    def prepare() -> None:
+        while one and not launcher.lines() and launcher.left() > 0:  # the first imports alone, then compiles kernels
+            time.sleep(0.2)
+        launcher.prepare(ranks, first)
+        launcher.prepare(ranks, chosen(["equality"]))
+        launcher.prepare(ranks, chosen(["survive"]), *RESTARTS)
+        launcher.prepare(ranks, sharded)
+        for size, devices in fewer(ranks).items():
+            launcher.prepare(size, chosen(["resume"]), devices=devices)
+        launcher.prepare(ranks, rest)
+
     with ProcessPoolExecutor(2, mp_context=mp.get_context("spawn")) as pool:
+        ahead = threading.Thread(target=prepare)
+        ahead.start()
         launcher.run(1, one, first_limit=90.0)
+        ahead.join()
         if chosen(["plan"]):
             plan_all(launcher, ranks, pool)
         launcher.run(ranks, first, first_limit=60.0)
