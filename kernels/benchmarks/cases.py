@@ -14,7 +14,7 @@ from kernels.jagged import offsets_from_lengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A batch to time, bf16.
+    """A batch to time.
 
     Args:
         batch, heads, width: B, H and d.
@@ -23,7 +23,6 @@ class Case:
         lengths: ``dense`` (all the longest), ``uniform`` (1 to the longest) or ``heavy`` (log-normal, sigma 1.2, with a
             mean of a quarter of ``queries`` before they are cut at 8 times ``queries``).
         act: an activation, or ``softmax``. window: -1 for none.
-        forward_target, backward_target: ms, if the aim is a time.
     """
 
     name: str
@@ -35,6 +34,7 @@ class Case:
     lengths: str = "dense"
     act: str = "gelu_tanh"
     window: int = -1
+    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
     rows, key_rows = int(lengths.sum()), int(keys.sum())
 
     def values(count: int) -> Tensor:
-        return (torch.randn(count, case.heads, case.width, device="cuda") * 0.5).bfloat16()
+        return (torch.randn(count, case.heads, case.width, device="cuda") * 0.5).to(case.dtype)
 
     pairs = int((lengths * keys).sum())
     if case.window >= 0:

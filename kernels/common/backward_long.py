@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate_with_slope
 from kernels.common.attention_forward import LOG2E, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, skip, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, barriers, put_rows, schedule, skip, told, zero_beyond
 
 
 @gluon.jit
@@ -291,14 +291,6 @@ def _of_keys(
         row, left, first, length, low, high, place, shift = told(places, place_full, place_free, item, 4)
 
 
-@gluon.jit
-def _barriers(number: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
 @gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))
 def backward_long_q(
     Q, K, V, DO, OUT, DQ, LSE, DELTA, QO, KO, COUNTER,
@@ -324,10 +316,10 @@ def backward_long_q(
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    own_full, own_free = _barriers(KEPT * 2, 1), _barriers(KEPT * 2, 1)
-    k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    v_full, v_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    place_full, place_free = _barriers(SLOTS, 1), _barriers(SLOTS, 3)
+    own_full, own_free = barriers(KEPT * 2, 1), barriers(KEPT * 2, 1)
+    k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    place_full, place_free = barriers(SLOTS, 1), barriers(SLOTS, 3)
     fence_async_shared()
     o_base, l_base, d_base = DQ + h * D, DQ + h * D, DQ + h * D
     if ACT == "softmax":
@@ -383,10 +375,10 @@ def backward_long_kv(
     q_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     do_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    own_full, own_free = _barriers(KEPT * 2, 1), _barriers(KEPT * 2, 1)
-    q_full, q_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    do_full, do_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    place_full, place_free = _barriers(SLOTS, 1), _barriers(SLOTS, 3)
+    own_full, own_free = barriers(KEPT * 2, 1), barriers(KEPT * 2, 1)
+    q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    do_full, do_free = barriers(STAGES, 1), barriers(STAGES, 2)
+    place_full, place_free = barriers(SLOTS, 1), barriers(SLOTS, 3)
     fence_async_shared()
     l_base, d_base = DK + h * D, DK + h * D
     if ACT == "softmax":

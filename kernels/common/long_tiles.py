@@ -38,7 +38,17 @@ def _find(Offsets, B, tile, ROUNDS: gl.constexpr):
 
 
 @gluon.jit
-def _tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift):
+def barriers(number: gl.constexpr, count: gl.constexpr):
+    """So many barriers in shared memory, each for ``count`` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit
+def tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift):
+    """Leaves what ``told`` gives, for the tile ``item`` of this program; by one warp."""
     SAME: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     slot = item % SLOTS
     mbarrier.wait(place_free.index(slot), (item // SLOTS + 1) & 1)
@@ -112,21 +122,21 @@ def schedule(
                 if CAUSAL:
                     high = gl.minimum(place + 2 * ROWS, high)
             row, left = row + start, rows - start
-            _tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift)
+            tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift)
             item += 1
         tile = parts + gl.atomic_add(Counter, 1)
     zero = part * 0
-    _tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero)
+    tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero)
 
 
 @gluon.jit
-def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr):
+def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeros in a block in shared memory from row ``rows`` on, where another sequence was read, by a group.
 
-    Both groups write the same.
+    Groups that share a block write the same.
     """
-    PART: gl.constexpr = 16
-    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    PART: gl.constexpr = 4 * WARPS
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
     if rows < BLOCK:
         for i in gl.static_range(BLOCK // PART):
             part = x.slice(i * PART, PART)
@@ -140,17 +150,19 @@ def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def put_rows(out, tile, rows, base, stride, row, left, D: gl.constexpr):
+def put_rows(
+    out, tile, rows, base, stride, row, left, D: gl.constexpr, BLOCK: gl.constexpr = ROWS, WARPS: gl.constexpr = 4
+):  # fmt: skip
     """Writes a group's rows from ``tile`` in shared memory, of which ``left`` are of the sequence; ends by itself."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
     if left > 0:
         tile.store(out)
         fence_async_shared()
         tl.debug_barrier()
-        if left >= ROWS:
+        if left >= BLOCK:
             tma.async_copy_shared_to_global(rows, [row, 0], tile)
         else:
-            own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+            own = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE))
             column = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
             where = base + (row + own)[:, None].to(gl.int64) * stride + column[None, :]
             gl.store(where, tile.load(WIDE), mask=(own < left)[:, None])

@@ -1,0 +1,119 @@
+"""Small calls of the kernels for NVIDIA's checker of memory accesses and races, on a GPU:
+
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitized forward_long
+
+compares with float64 as well. The cases are as small as they can be with every branch in them, because a kernel runs
+ten to a hundred times as long there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from kernels.block_attention import block_attention
+from kernels.common import launch
+from kernels.common.launch import Call, Config
+from kernels.gdpa import reference as gdpa_reference
+from kernels.jagged import offsets_from_lengths
+from kernels.jagged_attention import reference as softmax_reference
+
+LENGTHS = [3, 0, 200, 1, 129, 64, 0, 65, 2, 128]
+KEYS = [5, 7, 0, 130, 256, 1, 3, 64, 200, 63]
+BY_HAND: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+MASKS = [("silu", False, -1), ("gelu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", True, 40)]
+TOLERANCE = 6e-3
+"""bf16, as in ``test_triton_gpu.py``."""
+
+
+def make(keys: list[int], width: int) -> tuple[Tensor, ...]:
+    """q, k, v, gradient and both offsets; 2 heads."""
+    torch.manual_seed(0)
+    where = [offsets_from_lengths(torch.tensor(x)).cuda() for x in (LENGTHS, keys)]
+    rows, key_rows = (int(x[-1]) for x in where)
+    q, k, v, grad = (
+        torch.randn(n, 2, width).mul_(0.5).bfloat16().cuda() for n in (rows, key_rows, key_rows, rows)
+    )  # fmt: skip
+    return q, k, v, grad, *where
+
+
+def check(mask: tuple[str, bool, int], keys: list[int], width: int, ahead: Config, back: Config | None) -> None:
+    """Forward and, with a configuration for it, backward."""
+    act, causal, window = mask
+    q, k, v, grad, *where = make(LENGTHS if causal else keys, width)
+    bound = max(keys) if max(keys) <= 256 and window < 0 and act != "softmax" else -1
+    factor = 1.0 if act == "softmax" else 0.5
+    call = Call(q, k, v, *where, act, 0.3, factor, causal, window, bound)
+    out, lse = launch.forward(call, ahead)
+    exact = (q.double(), k.double(), v.double(), *where)
+    if lse is None:
+        want = [gdpa_reference.forward(*exact, act, factor, 0.3, window)]
+        want += gdpa_reference.backward(grad.double(), *exact, act, factor, 0.3, window)
+    else:
+        choice = (0.3, causal, window)
+        first = softmax_reference.forward(*exact, *choice)
+        rest = softmax_reference.backward(grad.double(), *exact[:3], *first, *exact[3:], *choice)
+        want = [first[0], *rest]
+    got = [out]
+    if back is not None:
+        got += launch.backward(call, grad, None if lse is None else out, lse, back)
+    for index, (a, b) in enumerate(zip(got, want, strict=False)):
+        error = float((a.double() - b).norm() / b.norm())
+        assert error < TOLERANCE, (mask, width, ahead, back, index, error)
+    print(mask, width, ahead, back, "checked", flush=True)
+
+
+def forward_stream() -> None:
+    """Few keys, in one block and in two."""
+    for blocks in (1, 2):
+        keys = [min(x, 128 * blocks) for x in KEYS]
+        for width in (64, 128):
+            config = {"BLOCK_KV": 128, "BLOCKS": blocks, "BUFFERS": 3 - blocks, "STAGES": 4, "TMA": True}
+            check(MASKS[0], keys, width, {**config, "num_warps": 4}, None)
+
+
+def forward_long() -> None:
+    """All masks, with the two ways of taking turns."""
+    for block, overlap in ((128, True), (64, False)):
+        for mask in MASKS:
+            config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+            check(mask, KEYS, 128, config, None)
+
+
+def backward_long() -> None:
+    """All masks."""
+    plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
+    for mask in MASKS:
+        check(mask, KEYS, 128, plain, {**BY_HAND, "query": BY_HAND})
+
+
+def backward_stream() -> None:
+    """Few keys, by four warps and by eight."""
+    plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
+    for warps in (4, 8):
+        keys = [min(x, 16 * warps) for x in KEYS]
+        config = {"WARPS": warps, "BUFFERS": warps // 4, "STAGES": 2, "TMA": True, "num_warps": warps}
+        check(MASKS[0], keys, 128, plain, config)
+
+
+def block() -> None:
+    """Block attention, with and without rotary."""
+    q, k, v, grad, offsets, _ = make(LENGTHS, 64)
+    for columns in (0, 2):
+        positions = torch.rand(q.shape[0], 2, device="cuda") if columns else None
+        frequencies = torch.rand(32, device="cuda") if columns else None
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = block_attention(*leaves, offsets, positions=positions, frequencies=frequencies)
+        torch.autograd.grad(out, leaves, grad)
+        print(columns, "run", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that a tensor's end is the end of its allocation
+    for name in sys.argv[1:]:
+        globals()[name]()
+        torch.cuda.synchronize()
+    print("checked")
