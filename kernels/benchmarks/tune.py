@@ -298,18 +298,18 @@ def main() -> None:
     """Tunes every case and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(tuning.__file__).with_name("tuned.json"))
-    parser.add_argument("--cases", default="", help="only cases whose name has this in it")
+    parser.add_argument("--cases", nargs="*", default=[""], help="only cases whose names have one of these in them")
     parser.add_argument("--seconds", type=float, default=300, help="start no further case after this long")
     options = parser.parse_args()
     start = time.time()
     jobs = []
-    cases = [case for case in CASES if options.cases in case.name]
+    cases = [case for case in CASES if any(part in case.name for part in options.cases)]
     for case in cases:
         plain = candidates(case)
         for found in (plain, by_hand(case, {kind: choices[0] for kind, choices in plain.items()})):
             for kind, choices in found.items():
                 jobs += [(case, kind, {**choices[0], **choice}) for choice in choices]
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         pool.map(_try, jobs, chunksize=1)
     print(f"compiled {len(jobs)} candidates in {time.time() - start:.0f} s")
     table: dict[str, Config] = {}
