@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate_with_slope
 from kernels.common.attention_forward import LOG2E, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, barriers, put_rows, schedule, skip, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, barriers, put_rows, schedule, seen_by, skip, told, zero_beyond
 
 
 @gluon.jit
@@ -153,9 +153,12 @@ def _of_queries(
             lse = gl.load(l_base + index, mask=r < left, other=0.0)[:, None] * LOG2E
             delta = own[:, None]
         acc = gl.zeros([ROWS, D], gl.float32, VALUES)
+        begin, end = seen_by(low, high, place, 0, window, CAUSAL, WINDOW, ROWS, False)
         if left <= 0:
-            block = skip(low, high, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
-        elif low < high:
+            end = begin
+        block = skip(low, begin, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
+        rest = begin
+        if begin < end:
             slot = block % STAGES
             phase = (block // STAGES) & 1
             k = k_blocks.index(slot).permute((1, 0))
@@ -166,14 +169,14 @@ def _of_queries(
             dp = warpgroup_mma(do, v, none, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(num_outstanding=0, deps=[s, dp])
             mbarrier.arrive(v_free.index(slot))
-            edge = (low + ROWS > kv) | _at_edge(place, low, window, CAUSAL, WINDOW)
-            key = low + column
+            edge = (begin + ROWS > kv) | _at_edge(place, begin, window, CAUSAL, WINDOW)
+            key = begin + column
             _p, ds = _slopes(
                 s, dp, lse, delta, edge, (place + r)[:, None], key, key, kv, window, s_in, factor,
                 ACT, CAUSAL, WINDOW, SCALED, EARLY,
             )  # fmt: skip
             ds = gl.convert_layout(ds.to(dtype), LEFT)
-            for j in range(low + ROWS, high, ROWS):
+            for j in range(begin + ROWS, end, ROWS):
                 slot = block % STAGES
                 block += 1
                 after = block % STAGES
@@ -200,11 +203,14 @@ def _of_queries(
                 mbarrier.arrive(k_free.index(slot))
                 ds = ds_after
             slot = block % STAGES
-            zero_beyond(k_blocks.index(slot), kv - low - (high - low - 1) // ROWS * ROWS, ROWS, D)
+            rest = begin + (end - begin - 1) // ROWS * ROWS
+            zero_beyond(k_blocks.index(slot), kv - rest, ROWS, D)
+            rest += ROWS
             sums = warpgroup_mma(ds, k_blocks.index(slot), acc, is_async=True)
             acc, ds = warpgroup_mma_wait(num_outstanding=0, deps=[sums, ds])
             mbarrier.arrive(k_free.index(slot))
             block += 1
+        block = skip(rest, high, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
         if not EARLY:
             acc = acc * factor
         put_rows(acc.to(dtype), q, dq_rows, dq_base, st, row, left, D)
@@ -246,10 +252,11 @@ def _of_keys(
         mbarrier.wait(own_full.index(at), (item // KEPT) & 1)
         dk = gl.zeros([ROWS, D], gl.float32, VALUES)
         dv = gl.zeros([ROWS, D], gl.float32, VALUES)
+        begin, end = seen_by(low, high, place, shift, window, CAUSAL, WINDOW, ROWS, True)
         if left <= 0:
-            block = skip(low, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
-            high = low
-        for j in range(low, high, ROWS):
+            end = begin
+        block = skip(low, begin, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+        for j in range(begin, end, ROWS):
             slot = block % STAGES
             phase = (block // STAGES) & 1
             q = q_blocks.index(slot)
@@ -280,6 +287,8 @@ def _of_keys(
             mbarrier.arrive(q_free.index(slot))
             mbarrier.arrive(do_free.index(slot))
             block += 1
+        rest = begin + gl.maximum(end - begin + ROWS - 1, 0) // ROWS * ROWS
+        block = skip(rest, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
         if not EARLY:
             dk = dk * factor
         put_rows(dk.to(dtype), k, dk_rows, dk_base, st, row, left, D)

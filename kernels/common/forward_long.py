@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate
 from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, skip, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, seen_by, skip, told, zero_beyond
 
 QUERIES = gl.constexpr(2)
 """Tiles of queries in shared memory."""
@@ -141,18 +141,21 @@ def _compute(
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LOGITS))
         mbarrier.wait(q_full.index(stage), (item // QUERIES) & 1)
         if OVERLAP:
+            begin, end = seen_by(low, high, place, 0, window, CAUSAL, WINDOW, BLOCK_KV, False)
             if left <= 0:
-                block = skip(low, high, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
-            elif low < high:
+                end = begin
+            block = skip(low, begin, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
+            rest = begin
+            if begin < end:
                 slot = block % STAGES
                 mbarrier.wait(k_full.index(slot), (block // STAGES) & 1)
                 s = warpgroup_mma(q, k_blocks.index(slot).permute((1, 0)), no_logits, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
                 mbarrier.arrive(k_free.index(slot))
-                s = _masked(s, low, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
+                s = _masked(s, begin, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
                 p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
                 mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
-                for j in range(low + BLOCK_KV, high, BLOCK_KV):
+                for j in range(begin + BLOCK_KV, end, BLOCK_KV):
                     slot = block % STAGES
                     block += 1
                     after = block % STAGES
@@ -174,11 +177,14 @@ def _compute(
                     p = p_after
                 slot = block % STAGES
                 v = v_blocks.index(slot)
-                zero_beyond(v, kv - low - (high - low - 1) // BLOCK_KV * BLOCK_KV, BLOCK_KV, D)
+                rest = begin + (end - begin - 1) // BLOCK_KV * BLOCK_KV
+                zero_beyond(v, kv - rest, BLOCK_KV, D)
+                rest += BLOCK_KV
                 sums = warpgroup_mma(p, v, acc, is_async=True)
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
                 mbarrier.arrive(v_free.index(slot))
                 block += 1
+            block = skip(rest, high, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
         else:
             for j in range(low, high, BLOCK_KV):
                 slot = block % STAGES

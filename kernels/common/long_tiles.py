@@ -98,10 +98,10 @@ def schedule(
         b = _find(Own, B, tile, ROUNDS)
         row = gl.load(Own + b).to(gl.int32)
         rows = gl.load(Own + b + 1).to(gl.int32) - row
+        first = gl.load(Other + b).to(gl.int32)
+        length = gl.load(Other + b + 1).to(gl.int32) - first
         start = (tile - b - row // (2 * ROWS)) * (2 * ROWS)
         if start < rows:
-            first = gl.load(Other + b).to(gl.int32)
-            length = gl.load(Other + b + 1).to(gl.int32) - first
             shift = start * 0
             if SOFTMAX:
                 shift = length - rows
@@ -124,7 +124,10 @@ def schedule(
             row, left = row + start, rows - start
             tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift)
             item += 1
-        tile = parts + gl.atomic_add(Counter, 1)
+        if WINDOW:  # all tiles have as much to do, and little: less than the counter takes
+            tile += parts
+        else:
+            tile = parts + gl.atomic_add(Counter, 1)
     zero = part * 0
     tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero)
 
@@ -166,6 +169,29 @@ def put_rows(
             column = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
             where = base + (row + own)[:, None].to(gl.int64) * stride + column[None, :]
             gl.store(where, tile.load(WIDE), mask=(own < left)[:, None])
+
+
+@gluon.jit
+def seen_by(
+    low, high, place, shift, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
+    OF_KEYS: gl.constexpr,
+):  # fmt: skip
+    """The part of a tile's range that one group's rows, at ``place``, meet: from a block of it on, and to where."""
+    first, last = low, high
+    if OF_KEYS:
+        if CAUSAL:
+            first = gl.maximum(place - shift, first)
+        if WINDOW:
+            first = gl.maximum(place - shift - window, first)
+            last = gl.minimum(place + ROWS - shift + window, last)
+    else:
+        if WINDOW:
+            first = gl.maximum(place - window, first)
+            last = gl.minimum(place + ROWS + window, last)
+        if CAUSAL:
+            last = gl.minimum(place + ROWS, last)
+    first = low + (first - low) // BLOCK * BLOCK
+    return gl.minimum(first, gl.maximum(high, low)), last
 
 
 @gluon.jit
