@@ -15,6 +15,7 @@ from kernels.common import (  # noqa: E402
     attention_backward,
     attention_forward,
     backward_long,
+    backward_stream,
     forward_long,
     forward_stream,
     tuning,
@@ -60,6 +61,7 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
         "forward_long": forward_long,
         "backward_long_q": backward_long,
         "backward_long_kv": backward_long,
+        "backward_stream": backward_stream,
         "backward_kv": attention_backward,
         "backward_q": attention_backward,
     }
@@ -67,7 +69,7 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "maxnreg") if name in config}
     wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
-    if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv"):
+    if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv", "backward_stream"):
         del wanted["HEADS"]
     return compile_for(kernel, wanted, options, arch)
 
@@ -140,6 +142,16 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
     assert resources(compiled)["stack"] < 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warps", [4, 8])
+def test_streaming_backward_compiles_for_hopper(warps: int) -> None:
+    config = {"WARPS": warps, "BUFFERS": warps // 4, "STAGES": 2, "TMA": True, "num_warps": warps}
+    compiled = build("backward_stream", config, "gelu_tanh", 128, 90)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "setmaxnreg" in compiled.asm["ptx"]
+    assert resources(compiled)["stack"] < 640, "addresses of blocks may spill, not the accumulators"
 
 
 def test_defaults_fit_the_widest_heads() -> None:
