@@ -27,7 +27,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate_with_slope
 from kernels.common.attention_forward import LOG2E, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, barriers, put_rows, schedule, seen_by, skip, told, zero_beyond
+from kernels.common.long_tiles import (
+    ROWS,
+    SLOTS,
+    barriers,
+    let_go,
+    put_rows,
+    schedule,
+    seen_by,
+    skip,
+    told,
+    zero_beyond,
+)
 
 
 @gluon.jit
@@ -133,6 +144,7 @@ def _of_queries(
     item = 0
     block = 0
     row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    held = left * 0 - 1
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
@@ -176,6 +188,7 @@ def _of_queries(
                 ACT, CAUSAL, WINDOW, SCALED, EARLY,
             )  # fmt: skip
             ds = gl.convert_layout(ds.to(dtype), LEFT)
+            let_go(own_free, held)
             for j in range(begin + ROWS, end, ROWS):
                 slot = block % STAGES
                 block += 1
@@ -210,15 +223,16 @@ def _of_queries(
             acc, ds = warpgroup_mma_wait(num_outstanding=0, deps=[sums, ds])
             mbarrier.arrive(k_free.index(slot))
             block += 1
+        else:
+            let_go(own_free, held)
         block = skip(rest, high, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
         if not EARLY:
             acc = acc * factor
         put_rows(acc.to(dtype), q, dq_rows, dq_base, st, row, left, D)
-        tma.store_wait(0)
-        tl.debug_barrier()
-        mbarrier.arrive(own_free.index(at))
+        held = at
         item += 1
         row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -252,10 +266,14 @@ def _of_keys(
         mbarrier.wait(own_full.index(at), (item // KEPT) & 1)
         dk = gl.zeros([ROWS, D], gl.float32, VALUES)
         dv = gl.zeros([ROWS, D], gl.float32, VALUES)
-        begin, end = seen_by(low, high, place, shift, window, CAUSAL, WINDOW, ROWS, True)
+        begin, end = low, high
+        if CAUSAL or WINDOW:
+            begin, end = seen_by(low, high, place, shift, window, CAUSAL, WINDOW, ROWS, True)
+            block = skip(low, begin, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
         if left <= 0:
+            block = skip(begin, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
             end = begin
-        block = skip(low, begin, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+            high = begin
         for j in range(begin, end, ROWS):
             slot = block % STAGES
             phase = (block // STAGES) & 1
@@ -287,8 +305,9 @@ def _of_keys(
             mbarrier.arrive(q_free.index(slot))
             mbarrier.arrive(do_free.index(slot))
             block += 1
-        rest = begin + gl.maximum(end - begin + ROWS - 1, 0) // ROWS * ROWS
-        block = skip(rest, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+        if CAUSAL or WINDOW:
+            rest = begin + gl.maximum(end - begin + ROWS - 1, 0) // ROWS * ROWS
+            block = skip(rest, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
         if not EARLY:
             dk = dk * factor
         put_rows(dk.to(dtype), k, dk_rows, dk_base, st, row, left, D)

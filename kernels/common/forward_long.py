@@ -18,7 +18,6 @@ Names and layouts as in ``attention_forward``; strides are numbers. Head widths 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate
 from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, put_rows, schedule, seen_by, skip, told, zero_beyond
+from kernels.common.long_tiles import ROWS, SLOTS, let_go, put_rows, schedule, seen_by, skip, told, zero_beyond
 
 QUERIES = gl.constexpr(2)
 """Tiles of queries in shared memory."""
@@ -130,6 +129,7 @@ def _compute(
     item = 0
     block = 0
     row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    held = left * 0 - 1
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
@@ -154,6 +154,7 @@ def _compute(
                 mbarrier.arrive(k_free.index(slot))
                 s = _masked(s, begin, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
                 p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
+                let_go(q_free, held)
                 mbarrier.wait(v_full.index(slot), (block // STAGES) & 1)
                 for j in range(begin + BLOCK_KV, end, BLOCK_KV):
                     slot = block % STAGES
@@ -184,8 +185,11 @@ def _compute(
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
                 mbarrier.arrive(v_free.index(slot))
                 block += 1
+            else:
+                let_go(q_free, held)
             block = skip(rest, high, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
         else:
+            let_go(q_free, held)
             for j in range(low, high, BLOCK_KV):
                 slot = block % STAGES
                 phase = (block // STAGES) & 1
@@ -226,11 +230,10 @@ def _compute(
         else:
             out = (acc * s_out).to(dtype)
         put_rows(out, q, o_rows, o_base, sto, row, left, D)  # the queries are used up: their place takes the results
-        tma.store_wait(0)
-        tl.debug_barrier()
-        mbarrier.arrive(q_free.index(stage))
+        held = stage
         item += 1
         row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))

@@ -172,6 +172,18 @@ def put_rows(
 
 
 @gluon.jit
+def let_go(free, held):
+    """Lets the next tile load into the place ``held``, whose rows ``put_rows`` wrote, once they are read; -1: none.
+
+    A tile later, so that nothing waits for it.
+    """
+    tma.store_wait(0)
+    tl.debug_barrier()
+    if held >= 0:
+        mbarrier.arrive(free.index(held))
+
+
+@gluon.jit
 def seen_by(
     low, high, place, shift, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, BLOCK: gl.constexpr,
     OF_KEYS: gl.constexpr,
