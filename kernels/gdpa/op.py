@@ -100,8 +100,12 @@ def gdpa(
     if k.dim() != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
     if request_index is not None:
-        if q_offsets is None or window is not None:
-            raise ValueError("request_index needs q_offsets and goes with no window")
+        if q_offsets is None:
+            raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
+        if window is not None:
+            raise ValueError(
+                "request_index goes with no window: copy the keys for each impression, kernels.jagged.gather_sequences"
+            )
         q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
     if k.dtype != q.dtype or v.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)

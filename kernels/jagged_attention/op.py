@@ -92,8 +92,13 @@ def jagged_attention(
     if q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads: they do not go together")
     if request_index is not None:
-        if q_offsets is None or causal or window is not None:
-            raise ValueError("request_index needs q_offsets and goes with neither causal nor window")
+        if q_offsets is None:
+            raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
+        if causal or window is not None:
+            raise ValueError(
+                "request_index goes with neither causal nor window: copy the keys for each impression, "
+                "kernels.jagged.gather_sequences"
+            )
         q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
     if k.dtype != q.dtype or v.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
