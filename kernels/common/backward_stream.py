@@ -85,16 +85,25 @@ def _load(
 @gluon.jit
 def _weights(
     s, dp, do, dv, s_in, factor,
-    ACT: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr, dtype: gl.constexpr, LEFT: gl.constexpr,
+    ACT: gl.constexpr, SCALED: gl.constexpr, EARLY: gl.constexpr, WARPS: gl.constexpr, dtype: gl.constexpr,
+    LEFT: gl.constexpr,
 ):  # fmt: skip
-    """The value gradient with the weights of logits s added, and, while it runs, the slopes, of dp on its way."""
+    """The value gradient with the weights of logits s added, and the slopes; s and dp are on their way."""
+    if WARPS == 8:  # weights while dp is made, slopes while dv is
+        s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+    else:
+        s, dp = warpgroup_mma_wait(num_outstanding=0, deps=[s, dp])
     if SCALED:
         s = s * s_in
     p, slope = activate_with_slope(s, ACT, True)
+    if WARPS == 4:
+        slope = dp * slope
     p = gl.convert_layout(p.to(dtype), LEFT)
     dv = warpgroup_mma(p, do, dv, is_async=True)
-    dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
-    ds = dp * slope
+    if WARPS == 8:
+        dp = warpgroup_mma_wait(num_outstanding=1, deps=[dp])
+        slope = dp * slope
+    ds = slope
     if EARLY:
         ds = ds * factor
     ds = ds.to(dtype)
@@ -147,9 +156,12 @@ def _compute(
             zero_beyond(do, left, ROWS, D, WARPS)
             s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-            dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, dtype, LEFT)
+            dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, WARPS, dtype, LEFT)
             for j in range(ROWS, left, ROWS):
+                # The same as before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
+                own = MINE * BUFFERS + item % BUFFERS + (tile >> 24)
+                k = k_tiles.index(own)
+                v = v_tiles.index(own)
                 at = MINE * STAGES + tile % STAGES
                 shared = ds_tiles.index(MINE * 2 + tile % 2)
                 shared.store(ds)
@@ -162,10 +174,10 @@ def _compute(
                 after = MINE * STAGES + tile % STAGES
                 q = q_tiles.index(after)
                 do = do_tiles.index(after)
-                where = dq_base + (row + j - ROWS + r)[:, None].to(gl.int64) * st + column[None, :]
                 if WARPS == 4:
                     dk, ds, sums = warpgroup_mma_wait(num_outstanding=0, deps=[dk, ds, sums])
                     mbarrier.arrive(free.index(at))
+                    where = dq_base + (row + j - ROWS + r)[:, None].to(gl.int64) * st + column[None, :]
                     gl.store(where, (sums * behind).to(dtype))
                 mbarrier.wait(full.index(after), (tile // STAGES) & 1)
                 zero_beyond(q, left - j, ROWS, D, WARPS)
@@ -175,10 +187,10 @@ def _compute(
                     dk, ds, sums = warpgroup_mma_wait(num_outstanding=1, deps=[dk, ds, sums])
                     tl.debug_barrier()  # no warp needs the queries any more
                     mbarrier.arrive(free.index(at))
+                    where = dq_base + (row + j - ROWS + r)[:, None].to(gl.int64) * st + column[None, :]
                     gl.store(where, (sums * behind).to(dtype))
                 dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-                dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, dtype, LEFT)
+                dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, WARPS, dtype, LEFT)
             at = MINE * STAGES + tile % STAGES
             shared = ds_tiles.index(MINE * 2 + tile % 2)
             shared.store(ds)
