@@ -238,7 +238,8 @@ def _of_queries(
 @gluon.jit
 def _of_keys(
     MINE: gl.constexpr, dk_rows, dv_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full, q_free,
-    do_full, do_free, places, place_full, place_free, dk_base, dv_base, st, l_base, d_base, heads, window, s_in, s_out,
+    do_full, do_free, places, place_full, place_free, stats, dk_base, dv_base, st, l_base, d_base, heads, window, s_in,
+    s_out,
     ACT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SCALED: gl.constexpr, KEPT: gl.constexpr,
     STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
@@ -252,6 +253,9 @@ def _of_keys(
     none = gl.zeros([ROWS, ROWS], gl.float32, LOGITS)
     c = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LOGITS))
     own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOGITS))[:, None]
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LOGITS)
+    i = gl.arange(0, ROWS, layout=LINE)
     factor = s_in * s_out
     item = 0
     block = 0
@@ -274,16 +278,27 @@ def _of_keys(
             block = skip(begin, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
             end = begin
             high = begin
+        lse_next = gl.zeros([ROWS], gl.float32, LINE)
+        delta_next = lse_next
+        if SOFTMAX:
+            where = (first + begin + i).to(gl.int64) * heads
+            lse_next = gl.load(l_base + where, mask=begin + i < length, other=0.0) * LOG2E
+            delta_next = gl.load(d_base + where, mask=begin + i < length, other=0.0)
         for j in range(begin, end, ROWS):
             slot = block % STAGES
             phase = (block // STAGES) & 1
             q = q_blocks.index(slot)
             do = do_blocks.index(slot)
-            lse, delta = 0.0, 0.0
-            if SOFTMAX:
-                where = (first + j + c).to(gl.int64) * heads
-                lse = gl.load(l_base + where, mask=j + c < length, other=0.0)[None, :] * LOG2E
-                delta = gl.load(d_base + where, mask=j + c < length, other=0.0)[None, :]
+            # The same as before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
+            own_at = at + (block >> 24)
+            k = k_tiles.index(own_at)
+            v = v_tiles.index(own_at)
+            if SOFTMAX:  # of this block into shared memory, of the next on its way
+                stats.index(2 * MINE).store(lse_next)
+                stats.index(2 * MINE + 1).store(delta_next)
+                where = (first + j + ROWS + i).to(gl.int64) * heads
+                lse_next = gl.load(l_base + where, mask=j + ROWS + i < length, other=0.0) * LOG2E
+                delta_next = gl.load(d_base + where, mask=j + ROWS + i < length, other=0.0)
             mbarrier.wait(q_full.index(slot), phase)
             mbarrier.wait(do_full.index(slot), phase)
             zero_beyond(q, length - j, ROWS, D)
@@ -291,6 +306,10 @@ def _of_keys(
             s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(num_outstanding=0, deps=[s, dp])
+            lse, delta = 0.0, 0.0
+            if SOFTMAX:
+                lse = stats.index(2 * MINE).load(COLUMNS)[None, :]
+                delta = stats.index(2 * MINE + 1).load(COLUMNS)[None, :]
             edge = (j + ROWS > length) | _at_edge(j + shift, place, window, CAUSAL, WINDOW)
             index = (j + c)[None, :]
             p, ds = _slopes(
@@ -403,6 +422,7 @@ def backward_long_kv(
     q_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     do_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     own_full, own_free = barriers(KEPT * 2, 1), barriers(KEPT * 2, 1)
     q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
     do_full, do_free = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -415,12 +435,12 @@ def backward_long_kv(
         [
             (_of_keys, (
                 0, dk_rows, dv_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full, q_free,
-                do_full, do_free, places, place_full, place_free, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
+                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
                 window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
             )),
             (_of_keys, (
                 1, dk_rows, dv_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full, q_free,
-                do_full, do_free, places, place_full, place_free, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
+                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
                 window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
             )),
             (_load, (
