@@ -388,8 +388,8 @@ def backward_long_q(
                 k_free, v_full, v_free, places, place_full, place_free, KEPT, STAGES,
             )),
             (schedule, (
-                places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False,
+                places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window, 0,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False, False,
             )),
         ],
         [4, 1, 1],
@@ -435,21 +435,21 @@ def backward_long_kv(
         [
             (_of_keys, (
                 0, dk_rows, dv_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full, q_free,
-                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
-                window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
+                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base,
+                HEADS, window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
             )),
             (_of_keys, (
                 1, dk_rows, dv_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full, q_free,
-                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base, HEADS,
-                window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
+                do_full, do_free, places, place_full, place_free, stats, DK + h * D, DV + h * D, st, l_base, d_base,
+                HEADS, window, s_in, s_out, ACT, CAUSAL, WINDOW, SCALED, KEPT, STAGES, D,
             )),
             (_load, (
                 k_rows, v_rows, q_rows, do_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full,
                 q_free, do_full, do_free, places, place_full, place_free, KEPT, STAGES,
             )),
             (schedule, (
-                places, place_full, place_free, KO, QO, COUNTER + h, B, keys // (2 * ROWS) + B, part, parts, window,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, True,
+                places, place_full, place_free, KO, QO, COUNTER + h, B, keys // (2 * ROWS) + B, part, parts, window, 0,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, True, False,
             )),
         ],
         [4, 1, 1],

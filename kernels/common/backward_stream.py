@@ -158,7 +158,7 @@ def _compute(
             dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
             dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, WARPS, dtype, LEFT)
             for j in range(ROWS, left, ROWS):
-                # The same as before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
+                # As before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
                 own = MINE * BUFFERS + item % BUFFERS + (tile >> 24)
                 k = k_tiles.index(own)
                 v = v_tiles.index(own)

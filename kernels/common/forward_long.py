@@ -238,10 +238,11 @@ def _compute(
 
 @gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))
 def forward_long(
-    Q, K, V, OUT, LSE, QO, KO, COUNTER, B, total, keys, window, s_in, s_out, HEADS, stq, shq, stk, shk, stv, shv,
+    Q, K, V, OUT, LSE, QO, KO, COUNTER,
+    B, total, keys, kv_length, window, s_in, s_out, HEADS, stq, shq, stk, shk, stv, shv,
     GROUP: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    ROUNDS: gl.constexpr, SCALED: gl.constexpr, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
-    TMA: gl.constexpr,
+    DENSE: gl.constexpr, ROUNDS: gl.constexpr, SCALED: gl.constexpr, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr, TMA: gl.constexpr,
 ):  # fmt: skip
     """Program i has head ``i % HEADS``; ``COUNTER`` has a zero for each head, ``total`` and ``keys`` are all rows."""
     dtype: gl.constexpr = Q.dtype.element_ty
@@ -304,7 +305,7 @@ def forward_long(
             )),
             (schedule, (
                 places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False,
+                kv_length, ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False, DENSE,
             )),
         ],
         [4, 1, 1],

@@ -180,6 +180,7 @@ def supports(q: Tensor, v: Tensor) -> bool:
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | None]:
     """Output ``[Tq, H, e]`` and, for softmax, LSE ``[Tq, H]``."""
     q, k, v, heads = call.q, call.k, call.v, call.q.shape[1]
+    tensors: tuple[Tensor | None, ...]
     out = q.new_empty((call.out_rows, heads, v.shape[2]))
     lse = q.new_empty((call.out_rows, heads), dtype=torch.float32) if call.act == "softmax" else None
     if out.numel() == 0:
@@ -189,13 +190,14 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     signature = call.signature()
     plan = _forward_plan(signature) if config is None else _build_forward(signature, config)
     where = (call.q_offsets, call.kv_offsets)
-    if "BUFFERS" in plan.constants:
+    if "BUFFERS" in plan.constants or "OVERLAP" in plan.constants:
         rows, keys = q.shape[0], k.shape[0]
         numbers = (call.batch, rows, keys, *call.numbers()[2:], heads, *call.strides)
-        plan.start(_programs(q.device, heads), (q, k, v, out, *where), numbers)
-    elif "OVERLAP" in plan.constants:
-        taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
-        plan.start(_programs(q.device, heads), (q, k, v, out, lse, *where, taken), call.all_numbers())
+        tensors = (q, k, v, out, *where)
+        if "OVERLAP" in plan.constants:
+            taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+            tensors = (q, k, v, out, lse, *where, taken)
+        plan.start(_programs(q.device, heads), tensors, numbers)
     elif "CHUNK" in plan.constants:
         programs = call.q_tiles(plan.constants["CHUNK"]) * heads
         plan.start(programs, (q, k, v, out, *where), call.numbers())
@@ -299,7 +301,7 @@ def _streams(signature: Signature) -> bool:
 def _long(signature: Signature) -> bool:
     """Whether the kernels for long sequences take these tensors. On short ones their tiles of 128 rows are no gain."""
     wide = signature.width == signature.value_width and signature.width in (64, 128)
-    plain = not signature.broadcast and not signature.dense and signature.dtype != torch.float32
+    plain = not signature.broadcast and signature.dtype != torch.float32
     return wide and plain and min(signature.queries, signature.keys) >= LONG and _descriptors_fit(signature)
 
 
@@ -315,7 +317,8 @@ def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
     config = _config(kernel, signature)
     alike = signature.heads == signature.kv_heads
     long = "KEPT" in config or "KEPT" in config.get("query", {})
-    if (long and not (alike and _long(signature))) or ("WARPS" in config and not (alike and _streams(signature))):
+    fits = not signature.dense and _long(signature) if long else _streams(signature)
+    if (long or "WARPS" in config) and not (alike and fits):
         config = _config(f"{kernel}_plain", signature)
     return _build_backward(signature, config)
 

@@ -89,17 +89,24 @@ def told(places, place_full, place_free, item, WARPS: gl.constexpr):
 
 @gluon.jit
 def schedule(
-    places, place_full, place_free, Own, Other, Counter, B, tiles, part, parts, window,
+    places, place_full, place_free, Own, Other, Counter, B, tiles, part, parts, window, kv_length,
     SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ROUNDS: gl.constexpr, OF_KEYS: gl.constexpr,
+    DENSE: gl.constexpr,
 ):  # fmt: skip
-    """The warp that looks for tiles: of queries, or of keys where ``OF_KEYS``; Own and Other are the offsets."""
+    """The warp that looks for tiles: of queries, or of keys where ``OF_KEYS``; Own and Other are the offsets.
+
+    Where ``DENSE``, the other side has ``kv_length`` rows in every sequence.
+    """
     tile, item = part, part * 0
     while tile < tiles:
         b = _find(Own, B, tile, ROUNDS)
         row = gl.load(Own + b).to(gl.int32)
         rows = gl.load(Own + b + 1).to(gl.int32) - row
-        first = gl.load(Other + b).to(gl.int32)
-        length = gl.load(Other + b + 1).to(gl.int32) - first
+        if DENSE:
+            first, length = b * kv_length, kv_length
+        else:
+            first = gl.load(Other + b).to(gl.int32)
+            length = gl.load(Other + b + 1).to(gl.int32) - first
         start = (tile - b - row // (2 * ROWS)) * (2 * ROWS)
         if start < rows:
             shift = start * 0

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitized forward_long
 
-compares with float64 as well. The cases are as small as they can be with every branch in them, because a kernel runs
-ten to a hundred times as long there.
+compares with float64 as well; ``forward_long:2`` takes the third of ``MASKS`` only. The cases are as small as they
+can be with every branch in them, because a kernel runs ten to a hundred times as long there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from kernels.jagged_attention import reference as softmax_reference
 LENGTHS = [3, 0, 200, 1, 129, 64, 0, 65, 2, 128]
 KEYS = [5, 7, 0, 130, 256, 1, 3, 64, 200, 63]
 BY_HAND: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
-MASKS = [("silu", False, -1), ("gelu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", True, 40)]
+Masks = list[tuple[str, bool, int]]
+MASKS: Masks = [
+    ("silu", False, -1),
+    ("gelu", False, 50),
+    ("softmax", False, -1),
+    ("softmax", True, -1),
+    ("softmax", True, 40),
+]
 TOLERANCE = 6e-3
 """bf16, as in ``test_triton_gpu.py``."""
 
@@ -66,7 +73,7 @@ def check(mask: tuple[str, bool, int], keys: list[int], width: int, ahead: Confi
     print(mask, width, ahead, back, "checked", flush=True)
 
 
-def forward_stream() -> None:
+def forward_stream(masks: Masks) -> None:
     """Few keys, in one block and in two."""
     for blocks in (1, 2):
         keys = [min(x, 128 * blocks) for x in KEYS]
@@ -75,22 +82,22 @@ def forward_stream() -> None:
             check(MASKS[0], keys, width, {**config, "num_warps": 4}, None)
 
 
-def forward_long() -> None:
+def forward_long(masks: Masks) -> None:
     """All masks, with the two ways of taking turns."""
     for block, overlap in ((128, True), (64, False)):
-        for mask in MASKS:
+        for mask in masks:
             config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
             check(mask, KEYS, 128, config, None)
 
 
-def backward_long() -> None:
+def backward_long(masks: Masks) -> None:
     """All masks."""
     plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
-    for mask in MASKS:
+    for mask in masks:
         check(mask, KEYS, 128, plain, {**BY_HAND, "query": BY_HAND})
 
 
-def backward_stream() -> None:
+def backward_stream(masks: Masks) -> None:
     """Few keys, by four warps and by eight."""
     plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
     for warps in (4, 8):
@@ -99,7 +106,7 @@ def backward_stream() -> None:
         check(MASKS[0], keys, 128, plain, config)
 
 
-def block() -> None:
+def block(masks: Masks) -> None:
     """Block attention, with and without rotary."""
     q, k, v, grad, offsets, _ = make(LENGTHS, 64)
     for columns in (0, 2):
@@ -113,7 +120,8 @@ def block() -> None:
 
 if __name__ == "__main__":
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that a tensor's end is the end of its allocation
-    for name in sys.argv[1:]:
-        globals()[name]()
+    for argument in sys.argv[1:]:
+        name, _, index = argument.partition(":")
+        globals()[name]([MASKS[int(index)]] if index else MASKS)
         torch.cuda.synchronize()
     print("checked")
