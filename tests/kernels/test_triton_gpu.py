@@ -162,6 +162,16 @@ def test_long_sequences(act: str, causal: bool, window: int, width: int, block: 
     assert torch.equal(clean[offsets[3] :], other[offsets[3] :])
 
 
+def test_long_sequences_with_dense_keys() -> None:
+    """200 keys of each user, a few more than fill a block."""
+    (q, _, _), offsets = packed([*LENGTHS, *[70, 300] * 150], 2, 128, torch.bfloat16, 0)
+    k, v = (torch.randn(offsets.numel() - 1, 200, 2, 128, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
+    config = {"BLOCK_KV": 128, "STAGES": 2, "OVERLAP": False, "TMA": True, "num_warps": 4}
+    out, _ = launch.forward(Call(q, k, v, offsets, None, "gelu", 0.3, 0.5, False, -1, -1), config)
+    want = gdpa_reference.forward(q.double(), k.double(), v.double(), offsets, None, "gelu", 0.5, 0.3, -1)
+    same(out, want, torch.bfloat16)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("act", "causal", "window"), [
     ("silu", False, -1), ("gelu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", False, 90),
