@@ -88,7 +88,7 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "family", "act", "width", "keys"), CASES)
 def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int, keys: int, arch: int) -> None:
     config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, width, 512, keys)
-    if "OVERLAP" in config or "KEPT" in config or "KEPT" in config.get("query", {}):
+    if {"OVERLAP", "BUFFERS", "KEPT"} & {*config, *config.get("query", {})}:  # scheduled by hand: tested below
         config = tuning.default(family, "bfloat16", width, keys)
     if kernel == "backward_q":
         config = config["query"]
@@ -141,7 +141,7 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     compiled = build(kernel, {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}, act, 128, 90)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
-    assert resources(compiled)["stack"] < 256
+    assert resources(compiled)["stack"] < 64
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_streaming_backward_compiles_for_hopper(warps: int) -> None:
     compiled = build("backward_stream", config, "gelu_tanh", 128, 90)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
-    assert resources(compiled)["stack"] < 640, "addresses of blocks may spill, not the accumulators"
+    assert resources(compiled)["stack"] < 256, "more would go to the L2 cache and back: shared memory leaves L1 none"
 
 
 def test_defaults_fit_the_widest_heads() -> None:
