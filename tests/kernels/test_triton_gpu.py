@@ -215,6 +215,27 @@ def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width:
         assert torch.equal(other[where[3] :], again[where[3] :])
 
 
+def test_kernels_by_hand_in_float16() -> None:
+    (q, k, v), offsets = packed([*LENGTHS, *[70, 300] * 20], 2, 128, torch.float16, 0)
+    grad = torch.randn(q.shape, device="cuda").half()
+    exact = (q.double(), k.double(), v.double())
+    options = (offsets, offsets, "gelu_tanh", 0.5, 0.3, -1)
+    want = [gdpa_reference.forward(*exact, *options), *gdpa_reference.backward(grad.double(), *exact, *options)]
+    call = Call(q, k, v, offsets, offsets, "gelu_tanh", 0.3, 0.5, False, -1, -1)
+    by_hand = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+    ahead = {"BLOCK_KV": 128, "STAGES": 2, "OVERLAP": True, "TMA": True, "num_warps": 4}
+    got = [launch.forward(call, ahead)[0], *launch.backward(call, grad, None, None, {**by_hand, "query": by_hand})]
+    for a, b in zip(got, want, strict=True):
+        same(a, b, torch.float16)
+    k, v = (torch.randn(offsets.numel() - 1, 100, 2, 128, device="cuda").mul_(0.5).half() for _ in range(2))
+    options = (offsets, None, "gelu_tanh", 0.5, 0.3, -1)
+    want = list(gdpa_reference.backward(grad.double(), q.double(), k.double(), v.double(), *options))
+    call = Call(q, k, v, offsets, None, "gelu_tanh", 0.3, 0.5, False, -1, -1)
+    few = {"WARPS": 8, "BUFFERS": 2, "STAGES": 2, "TMA": True, "num_warps": 8}
+    for a, b in zip(launch.backward(call, grad, None, None, few), want, strict=True):
+        same(a.view(b.shape), b, torch.float16)
+
+
 def test_gdpa_window_and_learned_queries() -> None:
     inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, window=50), inputs, torch.bfloat16)
