@@ -81,6 +81,20 @@ def test_new_lengths_compile_nothing_and_numbers_stay(config: GEMConfig, what: C
 
 
 @pytest.mark.slow
+def test_parts_of_one_shape_share_a_graph() -> None:
+    graphs = []
+    for layers in (4, 6):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("eager")
+        model = build(replace(LIKE_LARGE, layers=layers, user_layers=2))
+        regions_of_model = compile_regions(model, "parts", backend=counter)
+        gradients(model, batches(1)[0])
+        graphs.append(counter.frame_count)
+        assert graphs[-1] < regions_of_model / 2
+    assert graphs[0] == graphs[1]  # two more layers like the last one
+
+
+@pytest.mark.slow
 def test_regions_that_compute_again_compile_too() -> None:
     plain, compiled = build(PLAIN), build(PLAIN)
     recompute(compiled, regions(compiled))
