@@ -310,7 +310,12 @@ class Bench:
             for number in range(2):
                 self.step(number)
             self.wait()
-        events = [e for e in profiler.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+        # Named ranges are on the device's time line too; their time is that of the kernels in them.
+        events = [
+            e
+            for e in profiler.key_averages()
+            if e.self_device_time_total > 0 and e.device_type.name == "CUDA" and not e.is_user_annotation
+        ]
         events.sort(key=lambda e: -e.self_device_time_total)
         whole = sum(e.self_device_time_total for e in events)
         rows = [{"kernel": "all", "ms": whole / 2e3, "calls": sum(e.count for e in events) / 2}]
@@ -351,7 +356,7 @@ def _print(config: StepConfig, found: dict[str, Any]) -> None:
     bound = max(phases, key=phases.__getitem__)
     if found["kernels"]:
         busy = found["kernels"][0]["ms"]
-        other = step - phases["forward"] - phases["backward"] - phases["optimizer"]
+        other = max(0.0, step - phases["forward"] - phases["backward"] - phases["optimizer"])
         print(f"GPU busy {busy:.1f} ms of {step:.1f}, other {other:.1f} ms")
         bound = "host" if busy < 0.85 * step else bound
     print(f"bound by: {bound}")
