@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_acc_grad_map
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, placement, row_wise, table_wise
 from torchrec.distributed.types import EnumerableShardingSpec, ModuleSharder, ShardingPlan
@@ -120,11 +121,11 @@ def fuse_optimizer(collections: dict[str, Collection], config: SparseConfig, mom
                 )
             unknown.discard(table.name)
             lr = config.table_lr.get(table.name, config.lr)
-            apply_optimizer_in_backward(
-                RowWiseAdagrad,
-                [parameters[f"{group}.{table.name}.weight"]],
-                {"lr": lr * root, "eps": config.eps * root},  # a dict of its own: the call changes it
-            )
+            weight = parameters[f"{group}.{table.name}.weight"]
+            # A dict of its own: the call changes it. TorchRec reads what the call leaves at the parameter.
+            rates = {"lr": lr * root, "eps": config.eps * root}
+            apply_optimizer_in_backward(RowWiseAdagrad, [weight], rates, register_hook=False)
+            param_to_acc_grad_map.pop(weight)  # it would hold the unsharded table for ever
     if unknown:
         names = sorted(table.name for module in collections.values() for table in tables_of(module))
         raise ValueError(f"sparse.table_lr.{min(unknown)}: no such table; the model has {', '.join(names)}")
