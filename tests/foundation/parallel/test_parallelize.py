@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,17 @@ def test_unknown_table_and_odd_dim_are_refused() -> None:
 def test_config_names_the_wrong_key(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValueError, match=key):
         SparseConfig(**settings)
+
+
+def test_unsharded_tables_are_let_go() -> None:
+    with one_rank():
+        plain = small_model.build()
+        held = {name: weakref.ref(p) for name, p in plain.named_parameters() if "embedding" in name}
+        assert len(held) == 3
+        model = parallelize(plain, SparseConfig(), CPU)
+        gc.collect()
+        # TorchRec keeps what bags were made of as long as there are any.
+        assert [name for name, ref in held.items() if ref() is not None] == ["bags.embedding_bags.topic.weight"]
+        del plain, model
+        gc.collect()
+        assert all(ref() is None for ref in held.values())
