@@ -83,7 +83,7 @@ def test_the_device_leaves_out_a_step_that_is_not_finite(
     assert all(torch.isfinite(value).all() for value in small_run.tensors(tmp_path / "run").values())
 
 
-@pytest.mark.parametrize("what", ["layers", "dense"])
+@pytest.mark.parametrize("what", ["parts", "layers", "dense"])
 def test_compiled_layers_train_like_plain_ones(data: Path, tmp_path: Path, what: Any) -> None:
     train(small_run.config(data, tmp_path / "plain", max_steps=4, device="cuda", epochs=1))
     train(small_run.config(data, tmp_path / "compiled", max_steps=4, device="cuda", compile=what))
