@@ -6,12 +6,15 @@ gradients. They serve tracing: where nothing traces, its implementation and an `
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _PLAIN = (Tensor, Parameter)
+_KNOWN = frozenset((*_PLAIN, int, float, bool, str, type(None), torch.dtype, tuple, list))
 
 
 def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -21,6 +24,16 @@ def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def all_direct(args: tuple[Any, ...]) -> bool:
+    """The same for any arguments of an operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in _KNOWN for x in args)
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )

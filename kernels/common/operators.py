@@ -2,7 +2,7 @@
 
 ``torch.library.custom_op`` and ``register_autograd`` check and wrap on every call what is known here: no output is an
 input, and there are no keyword-only arguments. Registered directly, a call that records a gradient costs the host half
-as much.
+as much. What is returned goes past the dispatcher where nothing traces (``kernels/common/eager.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kernels.common.eager import all_direct
 
 _LIBRARY = torch.library.Library("opengem", "FRAGMENT")
 
@@ -23,8 +25,8 @@ def operator(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
-) -> Any:
-    """Registers ``opengem::<name>`` and returns it.
+) -> Callable[..., Any]:
+    """Registers ``opengem::<name>`` and returns a function that calls it.
 
     Args:
         function: runs on every device; its annotations give the schema. It changes no argument and returns new tensors.
@@ -35,28 +37,43 @@ def operator(
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"opengem::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.opengem, name).default
-    if backward is not None and setup_context is not None:
-        _LIBRARY.impl(name, _differentiable(op, backward, setup_context), "Autograd")
-    return op
+    if backward is None or setup_context is None:
+        return _past_dispatcher(op, function, None)
+
+    def below(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    traced = _recorded(below, backward, setup_context)
+    _LIBRARY.impl(name, lambda *args: traced(*args) if _wanted(args) else below(*args), "Autograd")
+    return _past_dispatcher(op, function, _recorded(function, backward, setup_context))
 
 
-def _differentiable(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Callable[..., Any]:
-    """The operator's autograd kernel: the op itself, recorded only where a gradient is wanted."""
+def _wanted(args: tuple[Any, ...]) -> bool:
+    """Whether a gradient is."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
+
+def _recorded(
+    run: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> Callable[..., Any]:
     class Recorded(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                out = op(*args)
+            out = run(*args)
             setup_context(ctx, args, out)
             return out
 
     Recorded.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+    return Recorded.apply
 
+
+def _past_dispatcher(op: Any, function: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            return Recorded.apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        if not all_direct(args):
             return op(*args)
+        if not _wanted(args):
+            return function(*args)
+        return op(*args) if recorded is None else recorded(*args)
 
     return call

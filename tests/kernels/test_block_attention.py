@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.block_attention import BLOCK, block_attention
-from kernels.block_attention.op import _block_attention
 from kernels.jagged import offsets_from_lengths
 
 LENGTHS = [3, 0, 64, 130, 1, 65]
@@ -98,7 +97,7 @@ def test_only_differences_of_positions_matter() -> None:
 def test_operator_passes_opcheck(dtype: torch.dtype, columns: int) -> None:
     q, k, v, offsets, positions, frequencies = make([3, 0, 66], 2, 1, 4, columns)
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(_block_attention, (q, k, v, offsets, positions, frequencies, 0.5))
+    torch.library.opcheck(torch.ops.opengem.block_attention.default, (q, k, v, offsets, positions, frequencies, 0.5))
 
 
 def test_low_precision_is_computed_in_float32_also_under_autocast() -> None:

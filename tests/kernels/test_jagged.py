@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from kernels import jagged
-from kernels.jagged import op
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
 
@@ -205,20 +204,20 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     padded = torch.randn(4, 3, 2, dtype=dtype, requires_grad=True)
     few = torch.randn(4, 2, dtype=dtype, requires_grad=True)
     index = torch.tensor([1, 0, 1, 3, 3, 3])
-    torch.library.opcheck(op._to_padded, (x, OFFSETS, 3, 0.5, False))
-    torch.library.opcheck(op._from_padded, (padded, OFFSETS, 6, True))
-    torch.library.opcheck(op._gather_rows, (x, index, False))
-    torch.library.opcheck(op._scatter_sum, (x, index, 4, False))
-    torch.library.opcheck(op._embedding_add, (x, few, index, ()))
-    torch.library.opcheck(op._table_sum, (x, index[:, None], (4,)))
-    torch.library.opcheck(op._segment_sum, (x, OFFSETS, True))
-    torch.library.opcheck(op._spread, (few, OFFSETS, 6, True))
-    torch.library.opcheck(op._broadcast_add, (x, OFFSETS, few))
-    torch.library.opcheck(op._concat, (x, few, OFFSETS, torch.arange(5)))
-    torch.library.opcheck(op._split, (x, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]), 3))
+    torch.library.opcheck(torch.ops.opengem.to_padded.default, (x, OFFSETS, 3, 0.5, False))
+    torch.library.opcheck(torch.ops.opengem.from_padded.default, (padded, OFFSETS, 6, True))
+    torch.library.opcheck(torch.ops.opengem.gather_rows.default, (x, index, False))
+    torch.library.opcheck(torch.ops.opengem.scatter_sum.default, (x, index, 4, False))
+    torch.library.opcheck(torch.ops.opengem.embedding_add.default, (x, few, index, ()))
+    torch.library.opcheck(torch.ops.opengem.table_sum.default, (x, index[:, None], (4,)))
+    torch.library.opcheck(torch.ops.opengem.segment_sum.default, (x, OFFSETS, True))
+    torch.library.opcheck(torch.ops.opengem.spread.default, (few, OFFSETS, 6, True))
+    torch.library.opcheck(torch.ops.opengem.broadcast_add.default, (x, OFFSETS, few))
+    torch.library.opcheck(torch.ops.opengem.concat.default, (x, few, OFFSETS, torch.arange(5)))
+    torch.library.opcheck(torch.ops.opengem.split.default, (x, torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]), 3))
     choice, new_offsets = torch.tensor([0, 0]), torch.tensor([0, 2, 4])
-    torch.library.opcheck(op._gather_sequences, (x, OFFSETS, choice, new_offsets, 4, True))
-    torch.library.opcheck(op._sum_sequences, (few, OFFSETS, choice, new_offsets, 6, True))
+    torch.library.opcheck(torch.ops.opengem.gather_sequences.default, (x, OFFSETS, choice, new_offsets, 4, True))
+    torch.library.opcheck(torch.ops.opengem.sum_sequences.default, (few, OFFSETS, choice, new_offsets, 6, True))
 
 
 def test_integer_rows_can_be_moved() -> None:

@@ -64,8 +64,10 @@ def test_a_gradient_that_reaches_only_the_sum() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     (x, residual, gate), (weight, bias) = inputs(4, 6, dtype=dtype), inputs(6, count=2, dtype=torch.float32)
-    torch.library.opcheck(_norm, (x, None, None, weight, bias, 1e-5, True, "sigmoid", torch.float32))
-    torch.library.opcheck(_norm, (x, residual, gate, weight, None, 1e-5, False, "silu", dtype))
+    torch.library.opcheck(
+        torch.ops.opengem.norm.default, (x, None, None, weight, bias, 1e-5, True, "sigmoid", torch.float32)
+    )
+    torch.library.opcheck(torch.ops.opengem.norm.default, (x, residual, gate, weight, None, 1e-5, False, "silu", dtype))
 
 
 def test_low_precision_is_computed_in_float32() -> None:
