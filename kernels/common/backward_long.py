@@ -290,7 +290,7 @@ def _of_keys(
             q = q_blocks.index(slot)
             do = do_blocks.index(slot)
             # The same as before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
-            own_at = at + (block >> 24)
+            own_at = at + (block >> 31)
             k = k_tiles.index(own_at)
             v = v_tiles.index(own_at)
             if SOFTMAX:  # of this block into shared memory, of the next on its way

@@ -159,7 +159,7 @@ def _compute(
             dv, ds = _weights(s, dp, do, dv, s_in, factor, ACT, SCALED, EARLY, WARPS, dtype, LEFT)
             for j in range(ROWS, left, ROWS):
                 # As before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
-                own = MINE * BUFFERS + item % BUFFERS + (tile >> 24)
+                own = MINE * BUFFERS + item % BUFFERS + (tile >> 31)
                 k = k_tiles.index(own)
                 v = v_tiles.index(own)
                 at = MINE * STAGES + tile % STAGES
