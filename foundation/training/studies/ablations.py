@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write
 from foundation.data.options import parse_config
 from foundation.data.settings import show
@@ -61,8 +62,15 @@ class Difference:
 
 
 def ablations(config: AblationsConfig) -> dict[str, Any]:
-    """Runs what is missing; returns and writes the numbers."""
+    """Runs what is missing; returns and writes the numbers.
+
+    Raises:
+        ValueError: a config that cannot be used, a task that the dataset lacks, a result that is not of this study.
+    """
     show(config, "ablations")
+    known = Dataset.open(config.dataset).schema.task_names
+    if unknown := [task for task in config.tasks if task not in known]:
+        raise ValueError(f"tasks: the dataset has no task {unknown[0]!r}; known: {', '.join(known)}")
     outcomes = config.run(config.variants)
     seeds = {
         name: [s for s in config.seeds if {(name, s), (config.against, s)} <= outcomes.keys()]
@@ -70,7 +78,7 @@ def ablations(config: AblationsConfig) -> dict[str, Any]:
     }
     if not seeds[config.against]:
         raise ValueError(f"{config.out}: there is no result of {config.against!r}, which the others are compared with")
-    tasks = config.tasks or list(next(iter(outcomes.values())).metrics)
+    tasks = config.tasks or list(known)
     numbers = {name: _numbers(outcomes, name, config.against, own, tasks) for name, own in seeds.items() if own}
     atomic_write(config.out / "results.json", json.dumps(finite(numbers), indent=1) + "\n")
     page = table(numbers, config.against, tasks)

@@ -75,6 +75,8 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if self.processes < 1:
             raise ValueError(f"processes: must be at least 1, got {self.processes}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {self.seeds} has one twice, which would count as a run of its own")
 
     def run(self, variants: Mapping[str, dict[str, Any]]) -> dict[tuple[str, int], Outcome]:
         """Trains what is missing of the variants; outcomes by variant and seed. Raises what `plan` and `run_all` do.
@@ -216,7 +218,7 @@ def plan(
         for name, options in variants.items()
     ]
     for job in jobs:
-        _refuse_other(job, train_config(job), opened.schema.hash)
+        _refuse_other(job, train_config(job), opened)
     return jobs
 
 
@@ -260,7 +262,7 @@ def run_one(job: Job) -> None:
             dense=counts.dense,
             seconds=time.perf_counter() - begin,
         )
-    content = {"config": _essence(config), "schema": dataset.schema.hash, **plain(outcome)}
+    content = {**_identity(job, config, dataset), **plain(outcome)}
     atomic_write(job.result, json.dumps(finite(content), indent=1) + "\n")
 
 
@@ -276,14 +278,38 @@ def flops_per_impression(counts: Operations, config: TrainConfig, dataset: Datas
 
 
 def read(path: Path) -> Outcome:
-    """A result that `run_one` wrote; what was not finite comes back as NaN."""
-    content = json.loads(path.read_text())
-    return Outcome(
-        metrics=with_nan(content["metrics"]),
-        samples=int(content["samples"]),
-        flops=float(content["flops"]),
-        dense=int(content["dense"]),
-        seconds=float(content["seconds"]),
+    """A result that `run_one` wrote; what was not finite comes back as NaN.
+
+    Raises:
+        ValueError: the file is damaged, or something else; names it.
+    """
+    content = _content(path)
+    try:
+        return Outcome(
+            metrics=with_nan(content["metrics"]),
+            samples=int(content["samples"]),
+            flops=float(content["flops"]),
+            dense=int(content["dense"]),
+            seconds=float(content["seconds"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _no_result(path, error) from error
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _no_result(path, error) from error
+    if not isinstance(content, dict):
+        raise _no_result(path, TypeError(f"a {type(content).__name__} in place of an object"))
+    return content
+
+
+def _no_result(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}: is no whole result of a run ({type(error).__name__}: {error}); copy it again, or remove it to have "
+        "the run done anew"
     )
 
 
@@ -293,16 +319,29 @@ def _essence(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in ("dataset", "out", "device", "overwrite")}
 
 
-def _refuse_other(job: Job, config: TrainConfig, schema: str) -> None:
-    """A result of another config or of another schema must not pass for this one's."""
+def _identity(job: Job, config: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """What a result must have in common with a run to stand for it."""
+    rows = {name: split.rows for name, split in dataset.manifest.splits.items()}
+    return {
+        "config": _essence(config),
+        "schema": dataset.schema.hash,
+        "data": {"encoder": dataset.encoder.hash, "rows": rows},
+        "split": job.split,
+    }
+
+
+def _refuse_other(job: Job, config: TrainConfig, dataset: Dataset) -> None:
+    """A result of another config, of other data or on another split must not pass for this one's."""
     if not job.result.is_file():
         return
-    content = json.loads(job.result.read_text())
-    for what, found, wanted in (
-        ("config", content["config"], _essence(config)),
-        ("schema", content["schema"], schema),
-    ):
-        if found != wanted:
+    content = _content(job.result)
+    wanted = _identity(job, config, dataset)
+    unsaid = [what for what in ("data", "split") if what not in content]  # written before results said so
+    for what in (what for what in wanted if what not in unsaid):
+        if content.get(what) != wanted[what]:
             raise ValueError(
                 f"{job.result}: is of another {what} of {job.variant!r}; choose another `out`, or remove it"
             )
+    if unsaid:
+        print(f"{job.result}: does not say of which {' and '.join(unsaid)} it is", file=sys.stderr)
+    read(job.result)

@@ -61,6 +61,44 @@ def test_a_run_is_measured_kept_and_not_mistaken(small: dict[str, Any]) -> None:
     assert [job.result for job in plan(variants, [0], **small)] == [job.result for job in jobs]  # the same: kept
     with pytest.raises(ValueError, match="of another config of 'whole'"):
         plan({"whole": {"model": {"width": 16}}}, [0], **small)
+    with pytest.raises(ValueError, match="of another split of 'whole'"):
+        plan(variants, [0], **{**small, "split": "validation"})
+    more = str(dataset(small["out"].parent / "more", train_requests=41).path)  # of the same schema
+    with pytest.raises(ValueError, match=r"of another (schema|data) of 'whole'"):
+        plan(variants, [0], **{**small, "dataset": more})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"config": null, "schema": null}', "\xff"])
+def test_a_damaged_result_is_named_and_kept(small: dict[str, Any], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "whole" / "seed-0" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"result.json: is (no whole result|of another)"):
+        plan({"whole": {}}, [0], **{**small, "out": tmp_path})
+    assert path.read_bytes() == text.encode("latin-1")
+
+
+def test_a_result_without_its_metrics_is_named(small: dict[str, Any], tmp_path: Path) -> None:
+    (job,) = plan({"whole": {}}, [0], **small)
+    if not job.result.is_file():
+        run_one(job)
+    content = json.loads(job.result.read_text())
+    del content["metrics"]
+    path = tmp_path / "whole" / "seed-0" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"result.json: is no whole result of a run .*metrics"):
+        plan({"whole": {}}, [0], **{**small, "out": tmp_path})
+
+
+def test_seeds_and_tasks_are_checked_before_anything_is_trained(small: dict[str, Any], tmp_path: Path) -> None:
+    runs = {key: small[key] for key in ("preset", "dataset", "split")}
+    study: dict[str, Any] = {**runs, "out": tmp_path, "variants": {"whole": {}}, "against": "whole"}
+    with pytest.raises(ValueError, match=r"seeds: .* twice"):
+        AblationsConfig(**study, seeds=[0, 0])
+    with pytest.raises(ValueError, match="no task 'sleep'; known"):
+        ablations(AblationsConfig(**study, tasks=["sleep"]))
+    assert not list(tmp_path.glob("*/*/run"))
 
 
 def test_results_from_elsewhere_make_a_table_without_training(small: dict[str, Any], tmp_path: Path) -> None:
