@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.inputs import require_floats
 from kernels.common.operators import operator
 from kernels.jagged import reference
 from kernels.jagged.reference import sequence_ids
@@ -92,9 +93,16 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
             other of at most 16,384, then need one pass over that of ``values`` in place of two (of 16 bits).
 
     Raises:
-        ValueError: sizes that are not those of the table and of the columns.
+        ValueError: values, table and index do not go together, a type that is not of real floats, or sizes that are
+        not those of the table and of the columns.
     """
-    if sizes and (sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
+    require_floats("embedding_add", values=values, table=table)
+    if values.shape[1:] != table.shape[1:] or index.shape[:1] != values.shape[:1] or index.dim() not in (1, 2):
+        raise ValueError(
+            f"values {list(values.shape)}, table {list(table.shape)} and index {list(index.shape)} do not go together: "
+            "[T, ...], [R, ...] and [T] or [T, C] are wanted"
+        )
+    if sizes and (min(sizes) < 0 or sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
         raise ValueError(
             f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
             f"{list(index.shape)}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.inputs import require_floats
 from kernels.common.operators import operator
 from kernels.token_mixing import reference
 
@@ -37,8 +38,9 @@ def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
         run in kernels that read x once, with sums in float32.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
+    require_floats("mix_tokens", x=x, matrix=matrix)
     if x.dim() != 3 or matrix.dim() != 2 or matrix.shape[0] != x.shape[1]:
         raise ValueError(
             f"x {list(x.shape)} and matrix {list(matrix.shape)} do not go together: [N, n, D] and [n, P] are wanted"
@@ -60,8 +62,9 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
         ``[N, P, E]`` in the dtype of x.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
+    require_floats("sum_kron", x=x, mix=mix, maps=maps)
     fits = x.dim() == mix.dim() == maps.dim() == 3 and x.shape[1:] == (mix.shape[1], maps.shape[1])
     if not fits or mix.shape[0] != maps.shape[0]:
         raise ValueError(

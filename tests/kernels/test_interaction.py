@@ -55,6 +55,10 @@ def test_faults_are_named() -> None:
         fm_block(torch.zeros(2, 3, 4), torch.zeros(4, 5))
     with pytest.raises(ValueError, match="do not go together"):
         fm_block(torch.zeros(2, 3, 4), torch.zeros(3, 3, 5))
+    with pytest.raises(ValueError, match=r"fm_block: x is torch.int64"):  # y would be cast to it: zeros
+        fm_block(torch.ones(2, 3, 4, dtype=torch.int64), torch.full((3, 5), 0.5))
+    with pytest.raises(ValueError, match=r"fm_block: y is on meta, but x on cpu"):
+        fm_block(torch.zeros(2, 3, 4), torch.zeros(3, 5, device="meta"))
 
 
 def interpreted() -> None:

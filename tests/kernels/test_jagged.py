@@ -138,6 +138,13 @@ def test_embeddings_of_time_and_position() -> None:
     assert torch.equal(out, jagged.embedding_add(values, tables, index, sizes=(4, 6)))
     with pytest.raises(ValueError, match="must sum to the 10 rows"):
         jagged.embedding_add(values, tables, index, sizes=(4, 5))
+    with pytest.raises(ValueError, match="must sum to"):
+        jagged.embedding_add(values, tables, index, sizes=(-1, 11))
+    for other in ((values, tables[:, :1], index), (values, tables, index[:1]), (values[:1], tables, index)):
+        with pytest.raises(ValueError, match="do not go together"):  # a kernel would read beyond their ends
+            jagged.embedding_add(*other)
+    with pytest.raises(ValueError, match=r"values is torch.int64"):
+        jagged.embedding_add(values.long(), tables, index)
     torch.testing.assert_close(out, values + tables[:4][time] + tables[4:][position])
 
 

@@ -71,6 +71,11 @@ def test_faults_are_named() -> None:
         mix_tokens(torch.zeros(2, 3, 4), torch.zeros(4, 5))
     with pytest.raises(ValueError, match=r"maps \[2, 3, 3\] do not go together"):
         sum_kron(torch.zeros(2, 3, 4), torch.zeros(2, 3, 5), torch.zeros(2, 3, 3))
+    whole = torch.ones(2, 3, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"mix_tokens: x is torch.int32"):
+        mix_tokens(whole, torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"sum_kron: maps is torch.complex64"):
+        sum_kron(whole.float(), torch.zeros(2, 3, 5), torch.zeros(2, 4, 5, dtype=torch.complex64))
 
 
 def interpreted() -> None:
