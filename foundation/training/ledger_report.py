@@ -46,7 +46,7 @@ ADVICE = {
     MODEL: "smaller tables, which are drawn faster; sparse.row_wise_from, which says what tables are cut over ranks",
     RESTORE: "a faster disk for checkpoints; fewer restarts",
     FIRST_BATCH: "a smaller reader.shuffle_window, or row groups of fewer rows, or more reader.workers",
-    COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: layers instead of dense",
+    COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: parts, the fastest to compile",
     START_OTHER: "a longer run: this part of start-up has no name of its own",
     DATA: "more reader.workers and reader.prefetch, a smaller reader.shuffle_window, files nearer to the ranks",
     COMMUNICATION: "parallel.overlap, a narrower parallel.sparse.wire, tables in replica groups inside of hosts "

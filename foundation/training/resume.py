@@ -41,6 +41,8 @@ FREE = (
     "overwrite",
     "parallel",
     "topology",
+    "compile",
+    "activation_memory_gb",
     "sparse.row_wise_from",
     "reader.workers",
     "reader.prefetch",

@@ -164,10 +164,15 @@ def test_resume_refuses_another_config_schema_or_vocabulary(data: Path, tmp_path
         train(small_run.config(data, out, max_steps=4, resume=True))
 
 
-def test_max_steps_can_be_raised_on_resume(data: Path, tmp_path: Path) -> None:
+def test_how_long_and_how_a_run_computes_may_change_on_resume(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("foundation.training.train.compile_regions", lambda model, what: asked.append(what))
     config = small_run.config(data, tmp_path / "run", max_steps=2)
     train(config)
-    assert train(replace(config, max_steps=4, resume=True)).steps == 4
+    assert train(replace(config, max_steps=4, resume=True, compile="parts", activation_memory_gb=1e-6)).steps == 4
+    assert asked == ["none", "parts"]
     assert [line["step"] for line in small_run.lines(config.out, "train")] == [1, 2, 3, 4]
 
 
