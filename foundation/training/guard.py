@@ -37,8 +37,9 @@ class TableGuard:
             if rows.requires_grad:
                 rows.register_hook(self._gate)
 
-    def _gate(self, gradient: Tensor) -> Tensor:
-        return gradient if self._usable is None else torch.where(self._usable, gradient, 0.0)
+    def _gate(self, gradient: Tensor | None) -> Tensor | None:
+        # None where a backward pass says that nothing depends on these rows, as compiled regions do.
+        return gradient if gradient is None or self._usable is None else torch.where(self._usable, gradient, 0.0)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

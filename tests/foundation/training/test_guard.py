@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from foundation.data.batch import Batch
+from foundation.model.embeddings import Embeddings
 from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.pieces import Spread, local_shards
 from foundation.parallel.plan import SparseConfig
 from foundation.training.ema import EMAConfig
-from foundation.training.guard import TableGuard
+from foundation.training.guard import TableGuard, tensors_of
 from foundation.training.optimizer import DenseConfig
 from foundation.training.state import TrainState
 from tests.foundation.model.batches import TABLE_ROWS, make_batch, model_schema
@@ -44,6 +47,30 @@ def test_a_loss_that_is_not_finite_changes_nothing(broken: bool) -> None:
     else:
         assert any(key.startswith("model.embeddings") for key in changed)
         assert any(key.startswith("momentum") for key in changed)
+
+
+class Unused(torch.autograd.Function):
+    """Takes rows and says in the backward pass that nothing depends on them, as a compiled region does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+def test_a_gradient_that_is_none_stays_none() -> None:
+    schema = model_schema()
+    with one_rank():
+        model = parallelize(GEM(CONFIG, schema, TABLE_ROWS), SparseConfig(), torch.device("cpu"))
+        guard = TableGuard(model)
+        guard.allow(torch.tensor(True))
+        embeddings = next(module for module in model.modules() if isinstance(module, Embeddings))
+        used, *others = [rows for rows in tensors_of(embeddings(make_batch(schema, [2, 1]))) if rows.requires_grad]
+        assert others
+        (sum(Unused.apply(rows) for rows in others) + used.sum()).backward()
 
 
 def clone(value: Spread) -> torch.Tensor:
