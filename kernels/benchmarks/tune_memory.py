@@ -99,7 +99,7 @@ def candidates(job: Job) -> list[Config]:
             for group in ((1, 2) if mixes and job.length <= 32 else (1,))
             for step, warps in itertools.product(steps, (4, 8))
             for stages in (2, 4)
-            for more in ((4,) if job.kernel == "fm_forward" else (4, 8))
+            for more in ((8, 256) if job.kernel == "fm_forward" else (4, 8))
         ]
     if job.kernel == "tables":
         shapes = [(64, 128, 4), (64, 128, 8), (128, 128, 4), (64, 256, 8), (64, 64, 4)]

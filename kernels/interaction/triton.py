@@ -2,8 +2,9 @@
 
 A program has a tile of 64 or 128 tokens: one row of the batch, or several side by side whose products with one another
 are made zero. X is read once forward, and its dot products never leave the program. Backward makes them again, and
-reads X once more from the cache. Where all rows share Y, a program adds up the gradient over its tiles and the sums of
-the programs are added in a fixed order, so gradients have the same bits in every run.
+reads X once more from the cache where a tile is not as wide as X. Where all rows share Y, a program adds up the
+gradient over its tiles and the sums of the programs are added in a fixed order, so gradients have the same bits in
+every run.
 
 Rows of the batch in one tile meet as zeros times what they have: where that is not finite, gradients of its neighbours
 become NaN, and outputs where Y is not shared.
@@ -40,14 +41,27 @@ def _tile(tile, N, TOKENS: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _tokens(X, at, live, first, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """Columns ``first .. first + STEP`` of the tokens, which are ``at`` in X."""
+    c = first + tl.arange(0, STEP)
+    return tl.load(X + at[:, None] + c[None, :], mask=live[:, None] & (c < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
 def _products(X, at, live, same, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """Dot products of the tokens, which are ``at`` in X; zero between rows of the batch."""
+    """Dot products of the tokens; zero between rows of the batch."""
     products = tl.zeros([ROWS, ROWS], tl.float32)
     for first in range(0, WIDTH, STEP):
-        c = first + tl.arange(0, STEP)
-        x = tl.load(X + at[:, None] + c[None, :], mask=live[:, None] & (c < WIDTH)[None, :], other=0.0)
+        x = _tokens(X, at, live, first, WIDTH, STEP)
         products = tl.dot(x, tl.trans(x), products)
     return tl.where(same, products, 0.0)
+
+
+@triton.jit
+def _put_gradient(DX, inner, x, at, live, first, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    c = first + tl.arange(0, STEP)
+    mask = live[:, None] & (c < WIDTH)[None, :]
+    tl.store(DX + at[:, None] * WIDTH + c[None, :], tl.dot(inner, x).to(DX.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -67,29 +81,43 @@ def _put(Y, value, at, live, RANK: tl.constexpr, WIDE: tl.constexpr):
 def forward_kernel(
     X, Y, OUT, N, STB: tl.constexpr, STX: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
     WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program has one tile."""
-    b, token, live, same = _tile(tl.program_id(0), N, TOKENS, PAD, ROWS)
-    at = b * TOKENS + token
-    y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
-    products = _products(X, b * STB + token * STX, live, same, WIDTH, ROWS, STEP).to(y.dtype)
-    _put(OUT, tl.dot(products, y), at, live, RANK, WIDE)
+    """A program has every so many-th tile."""
+    if SHARED:
+        token = tl.arange(0, ROWS) % PAD
+        y = _matrix(Y, token, token < TOKENS, RANK, WIDE)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS // PAD), tl.num_programs(0), num_stages=STAGES):
+        b, token, live, same = _tile(tile, N, TOKENS, PAD, ROWS)
+        at = b * TOKENS + token
+        if not SHARED:
+            y = _matrix(Y, at, live, RANK, WIDE)
+        products = _products(X, b * STB + token * STX, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+        _put(OUT, tl.dot(products, y), at, live, RANK, WIDE)
 
 
 @triton.jit(do_not_specialize=["N"])
 def backward_kernel(
     X, Y, DO, DX, DY, N, STB: tl.constexpr, STX: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr,
     PAD: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile. DY, where ``SHARED``: float32 ``[programs, ROWS, RANK]``."""
     sums = tl.zeros([ROWS, WIDE], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS // PAD), tl.num_programs(0)):
+    if SHARED:
+        token = tl.arange(0, ROWS) % PAD
+        y = _matrix(Y, token, token < TOKENS, RANK, WIDE)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS // PAD), tl.num_programs(0), num_stages=STAGES):
         b, token, live, same = _tile(tile, N, TOKENS, PAD, ROWS)
-        at = b * TOKENS + token
-        y = _matrix(Y, token if SHARED else at, live, RANK, WIDE)
+        at, source = b * TOKENS + token, b * STB + token * STX
+        if not SHARED:
+            y = _matrix(Y, at, live, RANK, WIDE)
         do = _matrix(DO, at, live, RANK, WIDE)
-        products = _products(X, b * STB + token * STX, live, same, WIDTH, ROWS, STEP).to(y.dtype)
+        if WIDTH <= STEP:
+            x = _tokens(X, source, live, 0, WIDTH, STEP)
+            products = tl.where(same, tl.dot(x, tl.trans(x)), 0.0).to(y.dtype)
+        else:
+            products = _products(X, source, live, same, WIDTH, ROWS, STEP).to(y.dtype)
         if SHARED:
             sums = tl.dot(products, do, sums)
         else:
@@ -97,11 +125,12 @@ def backward_kernel(
         inner = tl.dot(do, tl.trans(y))
         inner = tl.dot(y, tl.trans(do), inner)
         inner = tl.where(same, inner, 0.0).to(y.dtype)
-        for first in range(0, WIDTH, STEP):
-            c = first + tl.arange(0, STEP)
-            mask = live[:, None] & (c < WIDTH)[None, :]
-            x = tl.load(X + (b * STB + token * STX)[:, None] + c[None, :], mask=mask, other=0.0)
-            tl.store(DX + at[:, None] * WIDTH + c[None, :], tl.dot(inner, x).to(DX.dtype.element_ty), mask=mask)
+        if WIDTH <= STEP:
+            _put_gradient(DX, inner, x, at, live, 0, WIDTH, STEP)
+        else:
+            for first in range(0, WIDTH, STEP):
+                x = _tokens(X, source, live, first, WIDTH, STEP)
+                _put_gradient(DX, inner, x, at, live, first, WIDTH, STEP)
     if SHARED:
         place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         _put(DY, sums, place.to(tl.int64), place >= 0, RANK, WIDE)
@@ -118,9 +147,9 @@ def forward(x: Tensor, y: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1], y.shape[-1])
     if x.shape[0]:
         x, y = _rows(x), y.contiguous()
-        _, kernel = _plan("fm_forward", x, y)
+        programs, kernel = _plan("fm_forward", x, y)
         tiles = -(-x.shape[0] * kernel.constants["PAD"] // kernel.constants["ROWS"])
-        kernel.start(tiles, (x, y, out), (x.shape[0],))
+        kernel.start(min(tiles, programs), (x, y, out), (x.shape[0],))
     return out
 
 
@@ -181,6 +210,7 @@ def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[i
         "WIDE": max(64, triton.next_power_of_2(rank)),
         "ROWS": max(64, pad),
         "STEP": min(config["STEP"], max(64, triton.next_power_of_2(width))),
+        "STAGES": config["STAGES"],
     }
     return config["PROGRAMS"], constants, {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
@@ -188,7 +218,7 @@ def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[i
 @cache
 def default(tokens: int) -> dict[str, Any]:
     """What is used where nothing is tuned."""
-    return {"STEP": 128, "STAGES": 3, "PROGRAMS": 4, "num_warps": 4 if tokens <= 64 else 8}
+    return {"STEP": 128, "STAGES": 3, "PROGRAMS": 8, "num_warps": 4 if tokens <= 64 else 8}
 
 
 @cache
