@@ -39,19 +39,28 @@ def mix_passes(count: int, tokens: int, width: int, outputs: int) -> list[Pass]:
 
 
 def kron_passes(count: int, tokens: int, width: int, outputs: int, terms: int) -> list[Pass]:
-    """Forward and backward of ``sum_kron``; the backward as autograd runs it, not captured."""
+    """Forward and backward of ``sum_kron``."""
     x = torch.randn(count, tokens, width, device="cuda").bfloat16()
     mix = torch.randn(terms, tokens, outputs, device="cuda").bfloat16()
     maps = torch.randn(terms, width, width, device="cuda").bfloat16() * width**-0.5
     grad = torch.randn(count, outputs, width, device="cuda").bfloat16()
     case = f"{count} rows, {tokens} tokens of {width} to {outputs}, {terms} terms"
     size = size_of(x, mix, maps, grad)
-    return passes(case, size, size + size_of(x, mix, maps), [x, mix, maps], grad, sum_kron, einsums, None, "einsums")
+    matrix, flat = mix.permute(1, 2, 0).reshape(tokens, outputs * terms), maps.flatten(0, 1)
+    mixed = mix_tokens(x, matrix).view(count * outputs, terms * width)
+
+    def kernels() -> object:
+        d_maps = mixed.t() @ grad.flatten(0, 1)
+        d_mixed = (grad.flatten(0, 1) @ flat.t()).view(count, outputs * terms, width)
+        return d_maps, _mix_tokens_backward(d_mixed, x, matrix)
+
+    inputs = [x, mix, maps]
+    return passes(case, size, size + size_of(x, mix, maps), inputs, grad, sum_kron, einsums, kernels, "einsums")
 
 
 def passes(
     case: str, size: int, back_size: int, inputs: list[Tensor], grad: Tensor, op: Callable[..., Tensor],
-    other: Callable[..., Tensor], kernels: Callable[[], object] | None, name: str,
+    other: Callable[..., Tensor], kernels: Callable[[], object], name: str,
 ) -> list[Pass]:  # fmt: skip
     """Forward and backward of ``op`` beside ``other``."""
     leaves = [t.detach().requires_grad_() for t in inputs]

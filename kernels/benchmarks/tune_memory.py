@@ -96,18 +96,18 @@ def candidates(job: Job) -> list[Config]:
                 "PROGRAMS": more,
                 "num_warps": warps,
             }
-            for group in ((1, 2) if mixes and job.length <= 32 else (1,))
+            for group in ((1, 2) if job.kernel == "mix_backward" and job.length <= 32 else (1,))
             for step, warps in itertools.product(steps, (4, 8))
             for stages in (2, 4)
             for more in ((8, 256) if job.kernel == "fm_forward" else (4, 8))
         ]
     if job.kernel == "tables":
-        shapes = [(64, 128, 4), (64, 128, 8), (128, 128, 4), (64, 256, 8), (64, 64, 4)]
+        shapes = [(64, 128, 4), (128, 128, 4), (64, 64, 4), (64, 128, 8)]
         return [
-            {"CHUNK": chunk, "ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
+            {"PROGRAMS": more, "ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
             for rows, block, warps in shapes
-            for chunk in (4096, 6144)
-            for stages in (2, 3, 4)
+            for more in (2, 3)
+            for stages in (2, 3)
         ]
     block = triton.next_power_of_2(job.width)
     if job.kernel == "sum":

@@ -3,8 +3,8 @@
 ``out[p]`` = sum of the rows that took p from the large table, and the same for the small one, of at most ``SMALL``
 rows. Rows are grouped by 64 neighbours of the large table; a tile of a group, times the 0/1 matrix of who took what,
 gives the sums of those 64 and of all of the small table on the tensor cores: 16-bit values times 1, summed in float32.
-A program has ``CHUNK`` rows of a group, and what the programs have is added up in a fixed order, so the result has the
-same bits in every run. A value that is not finite makes the sums of all that its program has NaN.
+All programs have as many rows and write what they have at the end of a group; that is added up in a fixed order, so the
+result has the same bits in every run. A value that is not finite makes the sums of all that its program has NaN.
 
 Grouping is a counting sort: rows of each group in a block of rows are counted, the counts are added up group by group,
 and each block, sorted on its own, then knows where its rows go.
@@ -12,13 +12,15 @@ and each block, sorted on its own, then knows where its rows go.
 Shapes: X ``[T, W]``, BIG, LITTLE: int64, the choices of a row with the strides ``sti``; all else int32: KEYS ``[T]``,
 the choice of the large table plus 2^16 times the other; COUNTS, TOTALS ``[groups, blocks]``, the latter running sums;
 BEFORE ``[blocks, groups]``, rows of the groups before in the same block; ORDER ``[T]``, and TAKEN, the keys in that
-order. PARTIAL float32 ``[programs, 128, W]``.
+order. PARTIAL float32 ``[programs + groups - 1, 128, W]``: what program p has of group g stands at p + g, which is
+another place for each pair that occurs, since one of the two goes up by one from pair to pair.
 """
 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -33,7 +35,8 @@ LARGE = 2**14
 BLOCK_ROWS = 512
 """Rows that are grouped at a time."""
 
-DEFAULT = {"CHUNK": 4096, "ROWS": 64, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
+DEFAULT = {"PROGRAMS": 2, "ROWS": 64, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
+"""``PROGRAMS``: for each multiprocessor, of all parts of the columns together."""
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "big_first", "small_first"])
@@ -73,72 +76,84 @@ def order_kernel(KEYS, COUNTS, TOTALS, BEFORE, ORDER, TAKEN, rows, blocks, GROUP
 
 
 @triton.jit
-def _chunks(TOTALS, blocks, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
-    """Of each group: its bounds in ORDER, how many chunks it has, and the number of the last one plus 1."""
-    g = tl.arange(0, GROUPS)
-    end = tl.load(TOTALS + (g + 1) * blocks - 1)
-    begin = tl.load(TOTALS + g * blocks - 1, mask=g > 0, other=0)
-    chunks = (end - begin + CHUNK - 1) // CHUNK
-    return g, begin, end, chunks, tl.cumsum(chunks, 0)
+def _first_group(TOTALS, blocks, row, GROUPS: tl.constexpr):
+    """The group that a row of ORDER is in; the last one from the end on."""
+    ends = tl.load(TOTALS + (tl.arange(0, GROUPS) + 1) * blocks - 1)
+    return tl.minimum(tl.sum((ends <= row).to(tl.int32), 0), GROUPS - 1)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit
+def _bounds(TOTALS, blocks, group):
+    """Where a group begins and ends in ORDER."""
+    begin = tl.load(TOTALS + group * blocks - 1, mask=group > 0, other=0)
+    return begin, tl.load(TOTALS + (group + 1) * blocks - 1)
+
+
+@triton.jit(do_not_specialize=["blocks", "rows", "share"])
 def sum_kernel(
-    X, ORDER, TAKEN, TOTALS, PARTIAL, blocks, stx, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    X, ORDER, TAKEN, TOTALS, PARTIAL, blocks, rows, share, stx, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program has one chunk of a group and ``BLOCK`` columns."""
+    """A program has ``share`` rows of ORDER and ``BLOCK`` columns."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    chunk = tl.program_id(0) // PARTS
+    program = tl.program_id(0) // PARTS
     c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    g, begin, end, chunks, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
-    group = tl.sum((last <= chunk).to(tl.int32), 0)
-    if group >= GROUPS:
-        return
-    start = tl.sum(tl.where(g == group, begin, 0), 0)
-    stop = tl.sum(tl.where(g == group, end, 0), 0)
-    parts = tl.sum(tl.where(g == group, chunks, 0), 0)
-    share = ((stop - start + parts - 1) // parts + ROWS - 1) // ROWS * ROWS  # as many rows for each
-    start += (chunk - tl.sum(tl.where(g == group - 1, last, 0), 0)) * share
-    stop = tl.minimum(stop, start + share)
     place = tl.arange(0, 128)[:, None]
-    acc = tl.zeros([128, BLOCK], tl.float32)
-    for i in tl.range(start, stop, ROWS, num_stages=STAGES):
-        lane = i + tl.arange(0, ROWS)
-        r = tl.load(ORDER + lane, mask=lane < stop, other=0)
-        key = tl.load(TAKEN + lane, mask=lane < stop, other=0)[None, :]
-        mask = (lane < stop)[:, None] & (c < WIDTH)[None, :]
-        x = tl.load(X + r.to(tl.int64)[:, None] * stx + c[None, :], mask=mask, other=0)
-        who = tl.where(place < 64, key % 64, 64 + key // 65536) == place
-        acc = tl.dot(who.to(x.dtype), x, acc)
-    at = (chunk.to(tl.int64) * 128 + place) * WIDTH + c[None, :]
-    tl.store(PARTIAL + at, acc, mask=(place < 128) & (c < WIDTH)[None, :])
+    first, stop = program * share, tl.minimum((program + 1) * share, rows)
+    last = _first_group(TOTALS, blocks, (program + 1) * share, GROUPS)
+    if program == tl.num_programs(0) // PARTS - 1:
+        last = GROUPS - 1
+    for group in range(_first_group(TOTALS, blocks, first, GROUPS), last + 1):
+        begin, end = _bounds(TOTALS, blocks, group)
+        begin, end = tl.maximum(begin, first), tl.minimum(end, stop)
+        acc = tl.zeros([128, BLOCK], tl.float32)
+        for i in tl.range(begin, end, ROWS, num_stages=STAGES):
+            lane = i + tl.arange(0, ROWS)
+            r = tl.load(ORDER + lane, mask=lane < end, other=0)
+            key = tl.load(TAKEN + lane, mask=lane < end, other=0)[None, :]
+            mask = (lane < end)[:, None] & (c < WIDTH)[None, :]
+            x = tl.load(X + r.to(tl.int64)[:, None] * stx + c[None, :], mask=mask, other=0)
+            who = tl.where(place < 64, key % 64, 64 + key // 65536) == place
+            acc = tl.dot(who.to(x.dtype), x, acc)
+        at = ((program + group).to(tl.int64) * 128 + place) * WIDTH + c[None, :]
+        tl.store(PARTIAL + at, acc, mask=(place < 128) & (c < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["blocks", "big_first", "small_first"])
+@triton.jit
+def _finish(PARTIAL, first, stop, place, c, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Sums of places ``first .. stop`` of PARTIAL, for row ``place`` and column c of each."""
+    acc = tl.zeros([AT_ONCE, c.shape[0]], tl.float32)
+    for i in range(first, stop, AT_ONCE):
+        slot = i + tl.arange(0, AT_ONCE)[:, None]
+        at = (slot.to(tl.int64) * 128 + place[None, :]) * WIDTH + c[None, :]
+        acc += tl.load(PARTIAL + at, mask=(slot < stop) & (c < WIDTH)[None, :], other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit(do_not_specialize=["blocks", "share", "slots", "big_first", "small_first"])
 def finish_kernel(
-    OUT, PARTIAL, TOTALS, blocks, big_first, small_first, BIG: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    OUT, PARTIAL, TOTALS, blocks, share, slots, big_first, small_first, BIG: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has one row of a table, the large one of ``BIG`` rows first, and ``BLOCK`` columns."""
+    """A program has four rows of the large table, of ``BIG`` rows, or one of the other, and ``BLOCK`` columns."""
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // PARTS
-    c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    g, _, _, _, last = _chunks(TOTALS, blocks, GROUPS, CHUNK)
-    group = row // 64
-    first = tl.sum(tl.where(g == group - 1, last, 0), 0)
-    stop = tl.sum(tl.where(g == group, last, 0), 0)
-    place, out = row % 64, big_first + row
-    if row >= BIG:
-        first, stop = 0, tl.max(last, 0)
-        place, out = 64 + row - BIG, small_first + row - BIG
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in range(first, stop, ROWS):
-        chunk = i + tl.arange(0, ROWS)
-        at = (chunk.to(tl.int64) * 128 + place)[:, None] * WIDTH + c[None, :]
-        acc += tl.load(PARTIAL + at, mask=(chunk < stop)[:, None] & (c < WIDTH)[None, :], other=0.0)
-    total = tl.sum(acc, 0).to(OUT.dtype.element_ty)
-    tl.store(OUT + out.to(tl.int64) * WIDTH + c, total, mask=c < WIDTH)
+    tile = tl.program_id(0) // PARTS
+    column = (tl.program_id(0) % PARTS) * BLOCK
+    if tile < (BIG + 3) // 4:
+        row = tile * 4 + tl.arange(0, 4 * BLOCK) // BLOCK
+        c = column + tl.arange(0, 4 * BLOCK) % BLOCK
+        group = tile // 16
+        begin, end = _bounds(TOTALS, blocks, group)
+        stop = tl.where(end > begin, (end - 1) // share + group + 1, 0)
+        total = _finish(PARTIAL, begin // share + group, stop, row % 64, c, WIDTH, 8)
+        at = OUT + (big_first + row).to(tl.int64) * WIDTH + c
+        tl.store(at, total.to(OUT.dtype.element_ty), mask=(row < BIG) & (c < WIDTH))
+    else:
+        small = tile - (BIG + 3) // 4
+        columns = column + tl.arange(0, BLOCK)
+        sums = _finish(PARTIAL, 0, slots, tl.zeros_like(columns) + small + 64, columns, WIDTH, 64)
+        place = OUT + (small_first + small).to(tl.int64) * WIDTH + columns
+        tl.store(place, sums.to(OUT.dtype.element_ty), mask=columns < WIDTH)
 
 
 def supports(values: Tensor, sizes: Sequence[int]) -> bool:
@@ -161,16 +176,24 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     )  # fmt: skip
     totals = counts.cumsum(0, dtype=torch.int32)
     order_kernel[(blocks,)](keys, counts, totals, before, order, taken, rows, blocks, GROUPS=groups, ROWS=BLOCK_ROWS)
-    chunks, block = rows // config["CHUNK"] + groups, min(config["BLOCK"], max(64, triton.next_power_of_2(width)))
-    partial = values.new_empty((chunks, 128, width), dtype=torch.float32)
-    out = values.new_empty(sum(sizes), width)
-    shape = {"GROUPS": groups, "WIDTH": width, "BLOCK": block, "CHUNK": config["CHUNK"]}
+    block = min(config["BLOCK"], max(64, triton.next_power_of_2(width)))
     parts = triton.cdiv(width, block)
-    sum_kernel[(chunks * parts,)](
-        values, order, taken, totals, partial, blocks, values.stride(0), **shape, ROWS=config["ROWS"],
-        STAGES=config["STAGES"], num_warps=config["num_warps"],
+    programs = max(1, min(config["PROGRAMS"] * _processors(values.device) // parts, triton.cdiv(rows, 256)))
+    share = triton.cdiv(triton.cdiv(rows, programs), config["ROWS"]) * config["ROWS"]
+    partial = values.new_empty((programs + groups - 1, 128, width), dtype=torch.float32)
+    out = values.new_empty(sum(sizes), width)
+    sum_kernel[(programs * parts,)](
+        values, order, taken, totals, partial, blocks, rows, share, values.stride(0), GROUPS=groups, WIDTH=width,
+        BLOCK=block, ROWS=config["ROWS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
     )  # fmt: skip
-    finish_kernel[(sum(sizes) * parts,)](
-        out, partial, totals, blocks, firsts[big], firsts[1 - big], BIG=sizes[big], **shape, ROWS=32
-    )
+    finish_kernel[((triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts,)](
+        out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big], BIG=sizes[big],
+        WIDTH=width, BLOCK=block,
+    )  # fmt: skip
     return out
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 3 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

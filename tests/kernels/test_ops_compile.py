@@ -96,7 +96,7 @@ MOVED = [
 @pytest.mark.parametrize("arch", [90, 100])
 def test_gradients_of_two_tables(arch: int) -> None:
     config = {**tables_triton.DEFAULT, "GROUPS": 32, "WIDTH": 256}
-    warps = config.pop("num_warps")
+    warps, _ = config.pop("num_warps"), config.pop("PROGRAMS")
     compiled = build(tables_triton.sum_kernel, config, arch, torch.bfloat16, num_warps=warps)
     assert compiled.metadata.shared <= SHARED_MEMORY
     if arch == 90:
