@@ -1,9 +1,9 @@
 """The functions of ``reference.py`` beside this in Triton, for many small matrices.
 
 A tile has all tokens of one row of the batch, or backward of several (``GROUP``), and ``STEP`` columns; M of several
-rows has zeros between them, and a gradient that is not finite makes those of its neighbours NaN. A program keeps M and takes one tile after another. X is read once forward. Backward reads X and
-the gradient once; a program adds up its part of the gradient of M, and those sums are added in a fixed order, so
-gradients have the same bits in every run.
+rows has zeros between them, and a gradient that is not finite makes those of its neighbours NaN. A program keeps M and
+takes one tile after another. X is read once forward. Backward reads X and the gradient once; a program adds up its part
+of the gradient of M, and those sums are added in a fixed order, so gradients have the same bits in every run.
 
 Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``; ``ST*B`` and ``ST*T`` are the strides of X and DO in
 rows of the batch and tokens, all else is packed.
