@@ -92,15 +92,6 @@ def long(kv: int, stages: int, overlap: bool) -> Config:
     return {"BLOCK_KV": kv, "STAGES": stages, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
 
 
-def stream_back(case: Case) -> list[Config]:
-    """Configurations of ``backward_stream``: as many stages as fit beside one or two places for keys."""
-    warps = 4 if case.keys <= 64 else 8
-    common: Config = {"WARPS": warps, "TMA": True, "num_warps": warps}
-    wide = case.width == 128
-    fits = {4: [(1, 2)] if wide else [(2, 3), (1, 4)], 8: [(2, 2), (1, 3)] if wide else [(2, 4), (1, 6)]}[warps]
-    return [{**common, "BUFFERS": buffers, "STAGES": stages} for buffers, stages in fits]
-
-
 def candidates(case: Case) -> dict[str, list[Config]]:
     """Plain kernels that may win, by pass. Product sides under 64 are left out: they have gone wrong on Hopper."""
     return {"forward": _forward_candidates(case), "backward": _backward_candidates(case)}
@@ -116,15 +107,13 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         block = min(max(64, few), 128)
         blocks = 2 if few > 128 else 1
         found["forward"] = [stream(block, blocks, 3 - blocks, stages) for stages in (4, 5)]
-    if 0 < few <= 128:
-        found["backward"] = stream_back(case)
     if min(case.queries, few or case.queries) >= launch.LONG:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
         both: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
-        found.setdefault("backward", []).append({**both, "query": both})
+        found["backward"] = [{**both, "query": both}]
         if "query" in plain.get("backward", {}):
             found["backward"] += [{**keys, "query": both}, {**both, "query": plain["backward"]["query"]}]
     return found

@@ -20,7 +20,6 @@ from kernels.common import tuning
 from kernels.common.attention_backward import backward_kv, backward_q
 from kernels.common.attention_forward import forward_general, forward_short
 from kernels.common.backward_long import backward_long_kv, backward_long_q
-from kernels.common.backward_stream import backward_stream
 from kernels.common.forward_long import forward_long
 from kernels.common.forward_stream import forward_stream
 from kernels.common.launcher import Variant
@@ -29,7 +28,7 @@ WIDEST = 256
 """The largest head width of the kernels."""
 
 LONG = 256
-"""Least mean number of queries and keys, as a power of two, of the kernels for long sequences."""
+"""Least mean number of keys, as a power of two, of the kernels for long sequences; and of queries, forward half."""
 
 Config = dict[str, Any]
 
@@ -117,11 +116,6 @@ class Call:
         """The numbers that the kernels for long sequences take."""
         rows, keys = self.q.shape[0], self.k.shape[0]
         return self.batch, rows, keys, self.window, self.logit, self.factor, self.q.shape[1], *self.strides
-
-    def few_numbers(self) -> tuple[float, ...]:
-        """The numbers that the kernels for few keys take that are scheduled by hand."""
-        rows, keys = self.q.shape[0], self.k.shape[0]
-        return self.batch, rows, keys, max(self.max_kv, 0), self.logit, self.factor, self.q.shape[1], *self.strides
 
     def signature(self) -> Signature:
         """Of these tensors."""
@@ -225,11 +219,6 @@ def backward(
     delta = None if lse is None else lse.new_empty(lse.shape)
     where = (call.q_offsets, call.kv_offsets)
     tensors: tuple[Tensor | None, ...]
-    if "WARPS" in of_keys.constants:
-        taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
-        tensors = (q, k, v, grad, dq, dk, dv, *where, taken)
-        of_keys.start(_programs(q.device, heads), tensors, call.few_numbers())
-        return dq, dk, dv
     if of_queries is not None:
         tensors = (q, k, v, grad, out, dq, lse, delta, *where)
         if "KEPT" in of_queries.constants:
@@ -286,23 +275,24 @@ def _config(kernel: str, signature: Signature) -> Config:
 def _forward_plan(signature: Signature) -> Variant:
     kernel = forward_kernel(signature)
     config = _config(kernel, signature)
-    if ("BUFFERS" in config and not _streams(signature)) or ("OVERLAP" in config and not _long(signature)):
+    if ("BUFFERS" in config and not _streams(signature)) or ("OVERLAP" in config and not _long(signature, LONG // 2)):
         config = _config(f"{kernel}_plain", signature)
     return _build_forward(signature, config)
 
 
 def _streams(signature: Signature) -> bool:
-    """Whether the kernels for few keys that are scheduled by hand take these tensors."""
+    """Whether ``forward_stream`` takes these tensors."""
     wide = signature.width == signature.value_width and signature.width in (64, 128)
     plain = not signature.broadcast and not signature.window and signature.dtype != torch.float32
     return wide and plain and _descriptors_fit(signature)
 
 
-def _long(signature: Signature) -> bool:
+def _long(signature: Signature, queries: int) -> bool:
     """Whether the kernels for long sequences take these tensors. On short ones their tiles of 128 rows are no gain."""
     wide = signature.width == signature.value_width and signature.width in (64, 128)
     plain = not signature.broadcast and signature.dtype != torch.float32
-    return wide and plain and min(signature.queries, signature.keys) >= LONG and _descriptors_fit(signature)
+    enough = signature.queries >= queries and signature.keys >= LONG
+    return wide and plain and enough and _descriptors_fit(signature)
 
 
 @cache
@@ -315,10 +305,9 @@ def _programs(device: torch.device, heads: int) -> int:
 def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
     kernel = backward_kernel(signature)
     config = _config(kernel, signature)
-    alike = signature.heads == signature.kv_heads
-    long = "KEPT" in config or "KEPT" in config.get("query", {})
-    fits = not signature.dense and _long(signature) if long else _streams(signature)
-    if (long or "WARPS" in config) and not (alike and fits):
+    by_hand = "KEPT" in config or "KEPT" in config.get("query", {})
+    fits = signature.heads == signature.kv_heads and not signature.dense and _long(signature, LONG)
+    if by_hand and not fits:
         config = _config(f"{kernel}_plain", signature)
     return _build_backward(signature, config)
 
@@ -335,8 +324,6 @@ def _build_backward(signature: Signature, config: Config) -> tuple[Variant, Vari
     """Of the kernel for keys, and of that for queries unless the first makes all gradients."""
     config = dict(config)
     query = config.pop("query", None)
-    if "WARPS" in config:
-        return _variant(backward_stream, signature, config), None
     passes = 0 if query else triton.cdiv(signature.keys, config["BLOCK_KV"])
     assert query or signature.act != "softmax"
     of_keys = _variant(backward_long_kv if "KEPT" in config else backward_kv, signature, {**config, "PASSES": passes})
@@ -368,7 +355,7 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
         **config,
     }
     options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
-    if kernel in (forward_stream, forward_long, backward_long_q, backward_long_kv, backward_stream):
+    if kernel in (forward_stream, forward_long, backward_long_q, backward_long_kv):
         del constants["HEADS"]  # a number there
     constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
     constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)

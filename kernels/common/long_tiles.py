@@ -140,13 +140,13 @@ def schedule(
 
 
 @gluon.jit
-def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr = 4):
+def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr):
     """Zeros in a block in shared memory from row ``rows`` on, where another sequence was read, by a group.
 
     Groups that share a block write the same.
     """
-    PART: gl.constexpr = 4 * WARPS
-    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
+    PART: gl.constexpr = 16
+    ZEROS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     if rows < BLOCK:
         for i in gl.static_range(BLOCK // PART):
             part = x.slice(i * PART, PART)
@@ -160,19 +160,17 @@ def zero_beyond(x, rows, BLOCK: gl.constexpr, D: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
-def put_rows(
-    out, tile, rows, base, stride, row, left, D: gl.constexpr, BLOCK: gl.constexpr = ROWS, WARPS: gl.constexpr = 4
-):  # fmt: skip
+def put_rows(out, tile, rows, base, stride, row, left, D: gl.constexpr):
     """Writes a group's rows from ``tile`` in shared memory, of which ``left`` are of the sequence; ends by itself."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
     if left > 0:
         tile.store(out)
         fence_async_shared()
         tl.debug_barrier()
-        if left >= BLOCK:
+        if left >= ROWS:
             tma.async_copy_shared_to_global(rows, [row, 0], tile)
         else:
-            own = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE))
+            own = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
             column = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
             where = base + (row + own)[:, None].to(gl.int64) * stride + column[None, :]
             gl.store(where, tile.load(WIDE), mask=(own < left)[:, None])

@@ -97,15 +97,6 @@ def backward_long(masks: Masks) -> None:
         check(mask, KEYS, 128, plain, {**BY_HAND, "query": BY_HAND})
 
 
-def backward_stream(masks: Masks) -> None:
-    """Few keys, by four warps and by eight."""
-    plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
-    for warps in (4, 8):
-        keys = [min(x, 16 * warps) for x in KEYS]
-        config = {"WARPS": warps, "BUFFERS": warps // 4, "STAGES": 2, "TMA": True, "num_warps": warps}
-        check(MASKS[0], keys, 128, plain, config)
-
-
 def block(masks: Masks) -> None:
     """Block attention, with and without rotary."""
     q, k, v, grad, offsets, _ = make(LENGTHS, 64)

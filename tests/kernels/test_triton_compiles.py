@@ -15,7 +15,6 @@ from kernels.common import (  # noqa: E402
     attention_backward,
     attention_forward,
     backward_long,
-    backward_stream,
     forward_long,
     forward_stream,
     tuning,
@@ -61,7 +60,6 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
         "forward_long": forward_long,
         "backward_long_q": backward_long,
         "backward_long_kv": backward_long,
-        "backward_stream": backward_stream,
         "backward_kv": attention_backward,
         "backward_q": attention_backward,
     }
@@ -69,7 +67,7 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
     config = dict(config)
     options = {name: config.pop(name) for name in ("num_warps", "maxnreg") if name in config}
     wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
-    if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv", "backward_stream"):
+    if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv"):
         del wanted["HEADS"]
     return compile_for(kernel, wanted, options, arch)
 
@@ -142,16 +140,6 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
     assert resources(compiled)["stack"] < 64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("warps", [4, 8])
-def test_streaming_backward_compiles_for_hopper(warps: int) -> None:
-    config = {"WARPS": warps, "BUFFERS": warps // 4, "STAGES": 2, "TMA": True, "num_warps": warps}
-    compiled = build("backward_stream", config, "gelu_tanh", 128, 90)
-    assert compiled.metadata.shared <= SHARED_MEMORY
-    assert "setmaxnreg" in compiled.asm["ptx"]
-    assert resources(compiled)["stack"] < 256, "more would go to the L2 cache and back: shared memory leaves L1 none"
 
 
 def test_defaults_fit_the_widest_heads() -> None:
