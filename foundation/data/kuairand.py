@@ -14,7 +14,7 @@ from typing import Any
 import ibis
 import ibis.expr.types as ir
 
-from foundation.data.build import REQUEST_TIME, SPLIT, Arranged, WriteOptions, arrange, write_dataset
+from foundation.data.build import PLACE, REQUEST_TIME, SPLIT, Arranged, WriteOptions, arrange, write_dataset
 from foundation.data.candidate_rates import Outcome, with_rates
 from foundation.data.files import atomic_dir
 from foundation.data.history import History
@@ -193,10 +193,11 @@ def _prepare(
         arranged = arrange(connection, log, schema, dedupe=DEDUPE, rows_from=config.rows_from)
     arranged.counts["missing_values"] = missing
     edges = duration_edges(arranged)
-    rows = join_side(arranged.rows, users, SideTable(path="", key="user_id"), "users")
+    with progress("rates of candidates", None):
+        rows = _rated(connection, arranged.rows, videos)
+    rows = join_side(rows, users, SideTable(path="", key="user_id"), "users")
     rows = join_side(rows, videos, SideTable(path="", key="video_id"), "videos")
     rows = with_calendar(rows, arranged, {"hour": "hour", "weekday": "weekday"}, schema)
-    rows = with_rates(rows, RATE_KEYS, RATE_OUTCOMES, REQUEST_TIME, RATES_KNOWN_AFTER_HOURS)
     rows = rows.mutate(duration_bucket=rows["duration_ms"].bucket(edges, include_under=True, include_over=True))
     return write_dataset(
         folder,
@@ -209,6 +210,15 @@ def _prepare(
         facts={"duration_bucket_edges_ms": edges, "sources": _source_rows(files)},
         options=config.write,
     )
+
+
+def _rated(connection: ibis.BaseBackend, rows: ir.Table, videos: ir.Table) -> ir.Table:
+    """The rows with the rates of their candidates, as a table: users are worked on in parts, rates are of all."""
+    keys = [column for column in RATE_KEYS.values() if column not in rows.columns]
+    keyed = join_side(rows, videos.select("video_id", *keys), SideTable(path="", key="video_id"), "videos")
+    rated = with_rates(keyed, RATE_KEYS, RATE_OUTCOMES, REQUEST_TIME, RATES_KNOWN_AFTER_HOURS).drop(*keys)
+    connection.create_table("rated", rated.order_by(PLACE))
+    return connection.table("rated")
 
 
 def duration_edges(arranged: Arranged) -> list[int]:

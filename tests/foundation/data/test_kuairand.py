@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import ibis
+import ibis.expr.types as ir
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import opengem
+from foundation.data import kuairand
 from foundation.data.build import WriteOptions
 from foundation.data.dataset import Dataset
 from foundation.data.doctor import examine
@@ -171,6 +174,27 @@ def test_earlier_days_may_serve_as_history_only(download: Path, tmp_path: Path) 
     assert len(rows) + result.manifest["counts"]["history_only_rows"] == len(whole)
     for one, other in zip(rows, whole[-len(rows) :], strict=True):
         assert one["shown_video"] == other["shown_video"] and one["clicked_time_ms"] == other["clicked_time_ms"]
+
+
+def test_rates_are_counted_once_for_all_parts_of_the_users(
+    download: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries: list[str] = []
+    write = kuairand.write_dataset
+
+    def watched(folder: Path, schema: Schema, rows: ir.Table, *more: Any, **options: Any) -> dict[str, Any]:
+        queries.append(str(ibis.to_sql(rows)))
+        return write(folder, schema, rows, *more, **options)
+
+    monkeypatch.setattr(kuairand, "write_dataset", watched)
+    parts = WriteOptions(threads=1, bucket_rows=200)
+    rows = read(prepare_kuairand(config(download, tmp_path / "parts", write=parts)))
+    assert " OVER " not in queries[0]
+    late = 48 * 3_600_000
+    for row in rows[::7]:
+        times = [other["time_ms"] for other in rows if other["tag"] == row["tag"]]
+        seen = sum(time <= row["time_ms"] - late for time in times)
+        assert row["tag_shown"] == (None if row["tag"] is None else pytest.approx(np.log1p(seen)))
 
 
 def test_the_random_log_is_left_out_unless_asked_for(download: Path, tmp_path: Path) -> None:
