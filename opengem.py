@@ -145,9 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError, MemoryError) as error:
-        from foundation.parallel.final_error import FINAL, report
+        from foundation.parallel.final_error import is_final, report
 
-        report(f"error: {_said(error)}", final=isinstance(error, FINAL))
+        report(f"error: {_said(error)}", final=is_final(error))
         return USAGE_ERROR
 
 

@@ -132,6 +132,22 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def may_pass(error: BaseException | None) -> bool:
+    """Whether the system refused something behind this error that it may grant another time: a disk, a network.
+
+    A path or a permission that is wrong stays so, and so does a damaged file, of which libraries say OSError without a
+    number.
+    """
+    lasting = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, lasting):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def full_disk(error: BaseException | None) -> OSError | None:
     """The system's error behind an exception that comes from a full disk or quota; None if it comes from anything else.
 

@@ -8,6 +8,7 @@ So most batches are never copied, no lock is held, and nothing is left behind wh
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import multiprocessing as mp
@@ -26,6 +27,7 @@ from multiprocessing.process import BaseProcess
 import numpy as np
 
 from foundation.data.encoding import EncodedBatch
+from foundation.data.files import may_pass
 from foundation.data.plan import Unit
 from foundation.data.shared_batch import Arena, Names, Place, flatten, rebuild, size_of
 from foundation.data.storage import DatasetError
@@ -58,10 +60,11 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a worker could not go on; ``known`` errors are the user's to mend."""
+    """Why a worker could not go on; ``known`` errors are the user's to mend, unless they ``may_pass``."""
 
     message: str
     known: bool
+    may_pass: bool
 
 
 def read_here(loader: WindowLoader, units: Sequence[Unit]) -> Iterator[tuple[EncodedBatch, Counts]]:
@@ -152,7 +155,9 @@ class WorkerPool:
         try:
             message = pipe.recv()
             if isinstance(message, _Failure):
-                raise DatasetError(message.message) if message.known else WorkerError(message.message)
+                if not message.known:
+                    raise WorkerError(message.message)
+                raise DatasetError(message.message) from (OSError(errno.EIO, "") if message.may_pass else None)
             while self._ended[number]:
                 pipe.send(self._ended[number].popleft())
                 self._lent[number] -= 1
@@ -215,7 +220,7 @@ def _work(
     except BaseException as error:
         known = isinstance(error, DatasetError)
         text = str(error) if known else "".join(traceback.format_exception(error))
-        pipe.send(_Failure(text, known))
+        pipe.send(_Failure(text, known, may_pass(error)))
     finally:
         pipe.close()
     # No clean-up of what was inherited from the main process, such as its exit handlers.

@@ -14,9 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-FINAL = (ValueError, FileExistsError, FileNotFoundError)
-"""What another try would meet again; a disk or a network may recover."""
+from foundation.data.files import may_pass
+
 WAIT = timedelta(seconds=5)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether another try would meet the same error; a disk or a network may recover."""
+    return isinstance(error, (ValueError, FileExistsError, FileNotFoundError)) and not may_pass(error)
 
 
 def report(text: str, *, final: bool) -> None:

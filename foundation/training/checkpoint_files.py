@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from foundation.data.files import FULL, atomic_write, sha256_file
+from foundation.data.files import FULL, atomic_write, may_pass, sha256_file
 from foundation.data.json_shape import Each, require_shape
 from foundation.parallel.pieces import LoadPlanner, SavePlanner, Spread, local_shards
 from foundation.training.hashing_writer import HashingWriter
@@ -380,7 +380,7 @@ def together(
         group: the ranks' process group; None takes the default one.
         advice: what the message ends with.
     """
-    reason: tuple[str, bool] | None = None
+    reason: tuple[str, bool, bool] | None = None
     bug: Exception | None = None
     try:
         yield
@@ -395,20 +395,18 @@ def together(
         return
     if cleanup is not None and _rank() == 0:
         shutil.rmtree(cleanup, ignore_errors=True)
-    text, full = first
+    text, full, passing = first
     failed = CheckpointError((f"{what}: {text}" if what else text) + advice)
     failed.full_disk = full
-    raise failed from bug
+    raise failed from bug or (OSError(errno.EIO, text) if passing else None)
 
 
-def _reason(error: BaseException) -> tuple[str, bool]:
-    """What went wrong, with what to do where the file system says it, and whether the disk is full."""
+def _reason(error: BaseException) -> tuple[str, bool, bool]:
+    """What went wrong, with what to do where the file system says it; whether the disk is full; whether it may pass."""
     code = error.errno if isinstance(error, OSError) else None
-    if code in FULL:
-        return str(error), True
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; make it writable for this user, then go on with resume true", False
-    return str(error), False
+        return f"{error}; make it writable for this user, then go on with resume true", False, False
+    return str(error), code in FULL, may_pass(error)
 
 
 @contextmanager

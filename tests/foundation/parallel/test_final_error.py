@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from foundation.data.storage import read_bytes
 from foundation.parallel import final_error
+from foundation.training.checkpoint_files import together
+from tests.foundation.parallel.ranks import one_rank
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -56,6 +60,31 @@ def test_what_may_pass_is_tried_again(signals: list[tuple[int, int]], monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")  # the last try ends by itself
     final_error.report("error: seed", final=True)
     assert signals == []
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (ValueError("seed: must be a number"), True),
+        (FileNotFoundError(errno.ENOENT, "no such file"), True),
+        (OSError(errno.EIO, "the network is gone"), False),
+        (OSError(errno.ENOSPC, "the disk is full"), False),
+    ],
+)
+def test_a_disk_or_a_network_may_recover(error: Exception, final: bool) -> None:
+    """Also behind the errors that name a dataset's or a checkpoint's file."""
+
+    def read(path: Path) -> bytes:
+        raise error
+
+    assert final_error.is_final(error) == final
+    with one_rank(), pytest.raises(ValueError, match="save") as failed, together("save"):
+        raise error
+    assert final_error.is_final(failed.value) == final
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ValueError, match=r".") as failed:
+        patched.setattr(Path, "read_bytes", read)
+        read_bytes("dataset.json")
+    assert final_error.is_final(failed.value) == final
 
 
 def test_without_notes_all_ranks_speak_and_the_first_of_a_host_ends_torchrun(
