@@ -107,10 +107,11 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         block = min(max(64, few), 128)
         blocks = 2 if few > 128 else 1
         found["forward"] = [stream(block, blocks, 3 - blocks, stages) for stages in (4, 5)]
-    if min(case.queries, few or case.queries) >= launch.LONG:
+    if min(2 * case.queries, few or case.queries) >= launch.LONG:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
+    if min(case.queries, few or case.queries) >= launch.LONG:
         both: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
         found["backward"] = [{**both, "query": both}]
