@@ -346,7 +346,7 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
 def launches(ranks: int) -> tuple[list[str], list[str]]:
     """Parts before and after the checks of small models, what says most first.
 
-    Traces come last: once a process has traced, CUDA stays slower for it.
+    Traces come last: the profiler may leave a process slower than it was.
     """
     if ranks == 1:
         return ["trace:replica", "save"], []

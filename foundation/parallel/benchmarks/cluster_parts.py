@@ -176,7 +176,7 @@ class Rank:
         }
 
     def _profiled(self, bench: Bench, *activities: ProfilerActivity) -> Trace:
-        """A trace of two steps. A process that has traced is slower from then on."""
+        """A trace of two steps; the profiler may leave the process slower than it was."""
         with profile(activities=activities) as profiler:
             bench.steps(2, last=False)
         path = Path(f"/tmp/trace-{os.getpid()}.json")
