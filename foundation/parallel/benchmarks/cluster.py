@@ -29,7 +29,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -40,6 +40,7 @@ from foundation.parallel.benchmarks.fully_sharded import CASES
 from foundation.parallel.preview.memory import OUTSIDE
 from foundation.parallel.preview.plan import PlanConfig, work_out
 from foundation.parallel.topology import DenseSizes, SparseSizes
+from foundation.training.compile import Compile
 
 LIMITS = {
     "links": 20.0,
@@ -372,6 +373,7 @@ def main() -> None:
     parser.add_argument("--most_rows", type=int, default=1_000_000)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--compile", choices=get_args(Compile), default="none")
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--only", nargs="*", help="parts to run, such as equality weak:replica survive")

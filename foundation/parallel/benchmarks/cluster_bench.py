@@ -24,6 +24,7 @@ from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
 from foundation.training.benchmarks.layers_alone import layers_alone
+from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.optimizer import DenseConfig
 from foundation.training.peaks import device_peak
@@ -44,6 +45,7 @@ class Options:
         impressions, mean, longest, sigma: as in `foundation.parallel.benchmarks.heavy_tail`.
         most_rows: no table has more.
         warm, steps: steps before measuring, and measured.
+        compile: what of the measured model is compiled, as in training; ways with experts are not.
         pause: seconds of each step of the run whose rank is killed, so that there is time to kill it.
     """
 
@@ -58,6 +60,7 @@ class Options:
     most_rows: int
     warm: int
     steps: int
+    compile: Compile
     pause: float
 
 
@@ -129,6 +132,8 @@ class Bench:
         self.state = TrainState.of(spread, DenseConfig(), EMAConfig(decay=0.0))
         self.batches = [batch.to(device) for batch in own]
         self.state.model.train()
+        if way.parallel.dense.expert == 1:
+            compile_regions(model, options.compile)
         self.done = 0
         self.loss = float("nan")
 
