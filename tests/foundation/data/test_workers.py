@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import multiprocessing as mp
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,9 @@ import pytest
 
 from foundation.data import workers
 from foundation.data.dataset import Dataset
+from foundation.data.files import may_pass
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.storage import DatasetError
 from foundation.data.workers import WorkerError
 from tests.foundation.data.builders import small_table, train_parts, write_dataset
 
@@ -46,6 +50,20 @@ def test_a_killed_worker_is_reported(dataset: Dataset) -> None:
     ):
         list(iterator)
     assert not mp.active_children()
+
+
+@pytest.mark.parametrize(("number", "passing"), [(errno.EIO, True), (errno.ENOENT, False)])
+def test_a_failure_of_the_system_is_told_from_damaged_data(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, number: int, passing: bool
+) -> None:
+    def fail(*_: object) -> Iterator[None]:
+        raise OSError(number, os.strerror(number))
+        yield
+
+    monkeypatch.setattr("foundation.data.parquet_rows.RowReader._read_group", fail)
+    with pytest.raises(DatasetError, match="cannot be read") as failed:
+        list(LogReader(dataset, "train", config(1)))
+    assert may_pass(failed.value) == passing
 
 
 def test_nothing_runs_on_after_an_epoch_or_a_break(dataset: Dataset) -> None:
