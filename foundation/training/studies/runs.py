@@ -52,7 +52,8 @@ class StudyConfig:
         dataset: folder or URL of a prepared dataset.
         out: folder to write; runs that are there are kept.
         preset: preset of `train` that the variants change.
-        options: what is changed in every variant, nested as in a preset; a variant's own changes win.
+        options: what is changed in every variant, nested as in a preset; a variant's own changes win, as those of a
+            second `--config` do: a mapping such as `model.match.outcomes` is replaced as a whole.
         split: what is measured.
         seeds: every variant is trained with each; at least two for standard errors.
         processes: runs at a time.
@@ -84,8 +85,9 @@ class StudyConfig:
         Without `train` the runs that are not there are missing in the outcomes, and their names are printed.
         """
         jobs = plan(
-            {name: merged(self.options, own) for name, own in variants.items()},
+            variants,
             self.seeds,
+            common=self.options,
             preset=self.preset,
             dataset=self.dataset,
             split=self.split,
@@ -110,7 +112,8 @@ class Job:
         variant: its name.
         seed: of the run.
         preset: preset of `train`.
-        options: what the variant changes in it, nested as in a preset.
+        common: what the study changes in it for all variants, nested as in a preset.
+        options: what the variant changes after that.
         dataset: folder or URL.
         split: what the result is measured on.
         folder: where it goes.
@@ -121,6 +124,7 @@ class Job:
     variant: str
     seed: int
     preset: str
+    common: dict[str, Any]
     options: dict[str, Any]
     dataset: str
     split: str
@@ -153,15 +157,6 @@ class Outcome:
     seconds: float
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with what `changes` says, key by key at every depth."""
-    whole = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(whole.get(key), Mapping)
-        whole[key] = merged(whole[key], value) if both else value
-    return whole
-
-
 def train_config(job: Job) -> TrainConfig:
     """The run's config.
 
@@ -169,9 +164,11 @@ def train_config(job: Job) -> TrainConfig:
         ValueError: the preset or an option cannot be used; names the variant.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    changes = job.folder / "changes.yaml"
-    atomic_write(changes, yaml.safe_dump(job.options, sort_keys=False))
-    options = ["--config", job.preset, "--config", str(changes), "--dataset", job.dataset, "--seed", str(job.seed)]
+    options = ["--config", job.preset]
+    for name, changed in (("common.yaml", job.common), ("changes.yaml", job.options)):
+        atomic_write(job.folder / name, yaml.safe_dump(changed, sort_keys=False))
+        options += ["--config", str(job.folder / name)]
+    options += ["--dataset", job.dataset, "--seed", str(job.seed)]
     options += ["--out", str(job.folder / "run"), "--device", job.device, "--overwrite", "true"]
     try:
         return parse_config(TrainConfig, options, name="train")  # type: ignore[no-any-return]
@@ -183,6 +180,7 @@ def plan(
     variants: Mapping[str, dict[str, Any]],
     seeds: Sequence[int],
     *,
+    common: Mapping[str, Any],
     preset: str,
     dataset: str,
     split: str,
@@ -207,6 +205,7 @@ def plan(
             variant=name,
             seed=seed,
             preset=preset,
+            common=dict(common),
             options=dict(options),
             dataset=dataset,
             split=split,

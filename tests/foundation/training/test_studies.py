@@ -15,7 +15,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.options import parse_config
 from foundation.data.settings import PRESETS
 from foundation.training.studies.ablations import AblationsConfig, Difference, ablations, table
-from foundation.training.studies.runs import Job, merged, plan, read, run_one
+from foundation.training.studies.runs import Job, plan, read, run_one, train_config
 from foundation.training.studies.scaling import Line, ScalingConfig, picture, scaling
 from foundation.training.studies.scaling import table as scaling_table
 from tests.foundation.training.small_run import dataset
@@ -33,6 +33,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     preset.write_text(yaml.safe_dump(options))
     return {
         "preset": str(preset),
+        "common": {},
         "dataset": str(folder / "data"),
         "split": "test",
         "out": folder / "out",
@@ -161,12 +162,15 @@ def test_scaling_needs_a_world_that_tells_the_truth(small: dict[str, Any], tmp_p
         ScalingConfig(**common, sizes={"S": {}})
 
 
-def test_changes_win_key_by_key() -> None:
-    base = {"model": {"layers": 2, "match": {"outcomes": {"a": 1}}}, "epochs": 1}
-    changes = {"model": {"match": {"outcomes": {"b": 2}}, "width": 8}, "epochs": 2}
-    whole = {"model": {"layers": 2, "match": {"outcomes": {"a": 1, "b": 2}}, "width": 8}, "epochs": 2}
-    assert merged(base, changes) == whole
-    assert base["epochs"] == 1 and merged({}, base) == base
+def test_a_variant_changes_what_the_study_changed_as_a_second_preset_would(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    (sequence, *_) = Dataset.open(small["dataset"]).schema.sequences
+    layers = {"model": {"layers": 2, "streams": {"layers": {sequence.name: 0}}}}
+    variants: dict[str, Any] = {"same": {}, "all": {"model": {"streams": {"layers": {}}}}}
+    same, whole = (train_config(job) for job in plan(variants, [0], **{**small, "out": tmp_path, "common": layers}))
+    assert same.model.streams.layers == {sequence.name: 0} and whole.model.streams.layers == {}
+    assert same.model.layers == whole.model.layers == 2
 
 
 def test_differences_are_paired_by_seed() -> None:
@@ -229,8 +233,7 @@ def test_tables_and_picture() -> None:
 def test_presets_of_studies_are_configs(name: str, config: type, tmp_path: Path, small: dict[str, Any]) -> None:
     study = parse_config(config, ["--config", f"studies/{name}", "--dataset", "-", "--out", "-"], name=name)
     variants = study.variants if isinstance(study, AblationsConfig) else {"dnn": study.dnn, **study.sizes}
-    variants = {name: merged(study.options, own) for name, own in variants.items()}
-    plan(variants, [0], **{**small, "preset": study.preset, "out": tmp_path})
+    plan(variants, [0], **{**small, "preset": study.preset, "common": study.options, "out": tmp_path})
     assert {path.stem for path in (PRESETS / "studies").glob("*.yaml")} == {"kuairand", "long-histories", "scaling"}
 
 
