@@ -140,14 +140,14 @@ def _numbers(outcomes: Mapping[tuple[str, int], Outcome], config: ScalingConfig,
 def table(numbers: Mapping[str, Any]) -> str:
     """Markdown."""
     lines = [
-        "| size | dense parameters | MFLOP per impression | training PFLOP | NE | gap closed |",
+        "| size | dense parameters | MFLOP per impression | training TFLOP | NE | gap closed |",
         "|---|---|---|---|---|---|",
     ]
     for name, size in numbers["sizes"].items():
         error = "" if math.isnan(size["error"]) else f" ± {size['error']:.4f}"
         lines.append(
             f"| {name} | {size['dense'] / 1e6:,.2f} M | {size['flops_per_impression'] / 1e6:,.2f} |"
-            f" {size['training_flops'] / 1e15:,.3f} | {size['ne']:.4f}{error} | {size['gap_closed']:.1%} |"
+            f" {size['training_flops'] / 1e12:,.2f} | {size['ne']:.4f}{error} | {size['gap_closed']:.1%} |"
         )
     line = numbers["line"]
     error = "" if math.isnan(line["error"]) else f" ± {line['error']:.4f}"

@@ -222,7 +222,7 @@ def test_tables_and_picture() -> None:
         "line": {"slope": -0.02, "error": math.nan, "intercept": 1.126},
     }
     text = scaling_table(found)
-    assert "| L | 1.00 M | 1.00 | 0.020 | 0.8600 | 80.0% |" in text
+    assert "| L | 1.00 M | 1.00 | 20.00 | 0.8600 | 80.0% |" in text
     assert "| best possible | | | | 0.8500 | 100.0% |" in text
     assert picture(found).startswith("<svg")
 
