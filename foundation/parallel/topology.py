@@ -284,8 +284,8 @@ def layout(config: ParallelConfig, topology: Topology) -> Layout:
             f"parallel.dense: replica {replica} x shard {shard} x expert {expert} = {replica * shard * expert}, but "
             f"there are {world} ranks ({_shape(topology)})"
         )
-    replicas = sparse.replicas or (world // sparse.shard if sparse.shard else topology.zones)
-    size = sparse.shard or world // replicas
+    replicas = sparse.replicas or (max(1, world // sparse.shard) if sparse.shard else topology.zones)
+    size = sparse.shard or max(1, world // replicas)
     if sparse.fully_sharded and replicas == 1:
         raise ValueError(
             "parallel.sparse.fully_sharded: there is one group, so no replica that could hold a part; set "
