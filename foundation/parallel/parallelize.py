@@ -32,7 +32,6 @@ from foundation.parallel.plan import (
 )
 from foundation.parallel.ranges import FORWARD, GRADIENT_REDUCE
 from foundation.parallel.recat import remember_permutations
-from foundation.parallel.replica_parts import ReplicaParts
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
 from foundation.parallel.wire import codecs
@@ -45,7 +44,6 @@ class ParallelModel(DistributedModelParallel):
         layout: its groups of ranks.
         momentum_scale: what AdaGrad's sums of squares are divided by.
         replicas: averages the tables of replica groups; None where there is one group.
-        parts: of rows that replicas hold alone between forward and backward pass; None where they hold all.
         lookups: of the tables.
     """
 
@@ -53,7 +51,6 @@ class ParallelModel(DistributedModelParallel):
     lookups: Lookups
     momentum_scale: float = 1.0
     replicas: TableReplicas | None = None
-    parts: ReplicaParts | None = None
     _sync_every: int = 1
     _unsynced: int = 0
 
@@ -72,12 +69,10 @@ class ParallelModel(DistributedModelParallel):
             self.settle_tables()
 
     def settle_tables(self) -> None:
-        """Makes tables whole and replica groups equal, if they are not; a collective call.
+        """Makes replica groups equal, if they are not; a collective call.
 
-        To be called before tables are read from outside of a step, and after a step without a backward pass.
+        To be called before tables are read from outside of a step.
         """
-        if self.parts is not None:
-            self.parts.gather()
         if self.replicas is not None and self._unsynced:
             with record_function(GRADIENT_REDUCE):
                 self.replicas.average()
@@ -165,8 +160,6 @@ def parallelize(
     if isinstance(env, ShardingEnv2D):
         spread.replicas = TableReplicas(spread, env.replica_pg)
         spread._sync_every = config.sparse.sync_every
-        if config.sparse.fully_sharded:
-            spread.parts = ReplicaParts(spread, env.replica_pg)
 
     expert_mesh = _expert_mesh(groups, device)
     if expert_mesh is not None:

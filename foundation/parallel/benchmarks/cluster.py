@@ -287,7 +287,6 @@ def planned_gb(options: Options, ranks: int, dense: DenseSizes, sparse: SparseSi
         "parallel.dense.wire": dense.wire,
         "parallel.sparse.replicas": sparse.replicas,
         "parallel.sparse.wire": sparse.wire,
-        "parallel.sparse.fully_sharded": str(sparse.fully_sharded).lower(),
     }
     arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     terms = work_out(parse_config(PlanConfig, arguments, name="plan")).memory.terms
@@ -304,7 +303,7 @@ def plan_all(launcher: Launcher, ranks: int, pool: ProcessPoolExecutor) -> None:
         elif not future.cancelled():
             launcher.write({"planned": name, "on": size, "gb": future.result()})
 
-    wanted = ["replica", "bf16", "shard", "expert", "table replicas", "fully sharded"]
+    wanted = ["replica", "bf16", "shard", "expert", "table replicas"]
     for size in sorted({1, ranks}):
         for name, way in ways(size).items():
             if name in wanted:

@@ -90,7 +90,6 @@ class Case:
         return (
             f"replica {found.replica} shard {found.shard} expert {found.expert}, "
             f"table replicas {found.table_replicas} shard {found.table_shard}, {self.plan}"
-            + (", fully sharded" if self.parallel.sparse.fully_sharded else "")
             + (f", averaged every {every} steps" if (every := self.parallel.sparse.sync_every) > 1 else "")
             + ("" if self.compile == "none" else f", compile {self.compile}")
             + (", recomputed" if self.again else "")
@@ -128,7 +127,6 @@ def cases(world: int) -> list[Case]:
         pairs += [(dense[-1], SparseSizes(replicas=world, scale_momentum=False))]
         if world == 2:
             pairs += [
-                (dense[0], SparseSizes(replicas=2, fully_sharded=True)),
                 (dense[-1], SparseSizes(replicas=2, sync_every=2)),
             ]
     else:
@@ -137,11 +135,6 @@ def cases(world: int) -> list[Case]:
     every = [
         Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
     ]
-    if world > 2:
-        every += [
-            Case(parallel=ParallelConfig(dense=dense[0], sparse=SparseSizes(replicas=2, fully_sharded=True)), plan=plan)
-            for plan in ("mixed", "row-wise")
-        ]
     if world > len(SIZES.table_rows):  # a rank without a table
         every.append(Case(parallel=ParallelConfig(dense=dense[-1], sparse=sparse[0]), plan="table-wise"))
     return every

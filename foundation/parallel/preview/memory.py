@@ -55,7 +55,6 @@ def memory_of(
     ema: EMAConfig,
     precision: Precision,
     reserve: float,
-    fully_sharded: bool = False,
 ) -> Memory:
     """Adds up a GPU's memory.
 
@@ -67,7 +66,6 @@ def memory_of(
     Args:
         precision: bf16 makes FSDP gather in bfloat16, which products then need no copies of.
         reserve: bytes outside of the allocator.
-        fully_sharded: table replicas hold a part of their rows while activations need the memory.
     """
     ranks = layout.table_shard
     width, shard = layout.shard * layout.expert, layout.shard
@@ -88,9 +86,6 @@ def memory_of(
     if ema.decay:
         terms["averages"] = weights + (float(held[fullest]) if ema.tables else 0.0)
     moment = _moment(rehearsal, layout, gathered_bytes(precision))
-    if fully_sharded:  # whole again when activations are gone
-        part, passing = terms["tables"] / layout.table_replicas, sum(moment.values()) - moment.get("gradients", 0.0)
-        terms["tables"] = max(part, terms["tables"] - passing)
     terms |= moment
     terms["batches"] = float(BATCHES * rehearsal.batch)
     terms["cuBLAS workspaces"] = float(WORKSPACES)

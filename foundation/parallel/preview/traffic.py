@@ -112,8 +112,6 @@ def traffic_of(
     held = sum(most[t.name] * (t.dim + 1) for t in tables)
     replicas = [row[0] for row in groups]
     add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held / config.sparse.sync_every), True)
-    if config.sparse.fully_sharded:
-        add("gather table replicas", replicas, ring(replicas, FLOAT * sum(most[t.name] * t.dim for t in tables)), True)
     return found
 
 

@@ -22,7 +22,7 @@ from foundation.parallel.dense import _placement
 from foundation.parallel.parallelize import parallelize, rescale_momentum
 from foundation.parallel.pieces import local_shards
 from foundation.parallel.plan import SparseConfig
-from foundation.parallel.tables import table_momentum, table_weights
+from foundation.parallel.tables import table_momentum
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
 from foundation.training.checkpoint_files import CheckpointError, read_tensors, saved_keys, write_checkpoint
 from foundation.training.state import TrainState
@@ -31,7 +31,6 @@ from tests.foundation.parallel.ranks import on_ranks, one_rank
 CPU = torch.device("cpu")
 SHARDED = Case(parallel=ParallelConfig(dense=DenseSizes(shard=2)), plan="row-wise")
 REPLICATED = Case(parallel=ParallelConfig(), plan="table-wise")
-SCHEMA = equality.SIZES.schema()
 EXPERTS = Case(parallel=ParallelConfig(dense=DenseSizes(expert=2), sparse=SparseSizes(replicas=2)), plan="mixed")
 
 
@@ -72,27 +71,8 @@ def assert_loads(checkpoint: Path, case: Case) -> None:
         read_tensors(checkpoint, missing)
 
 
-def lets_rows_go() -> bool:
-    """Whether a replica that is fully sharded holds no rows between forward and backward pass, and equal ones after."""
-    sparse = SparseSizes(replicas=2, fully_sharded=True)
-    state = equality._spread(Case(parallel=ParallelConfig(sparse=sparse), plan="mixed"), CPU)
-    mine = [piece.tensor for table in table_weights(state.model).values() for piece in table.pieces]
-    held = [tensor.untyped_storage().nbytes() for tensor in mine]
-    encoded = random_batch(equality.SIZES, 0)
-    batch = Batch.from_encoded(take(encoded, dealt(len(encoded.request_time), 2)[dist.get_rank()]), SCHEMA)
-    with torch.no_grad():
-        before = state.model(batch).logits
-    assert [tensor.untyped_storage().nbytes() for tensor in mine] == held  # an evaluation changes nothing
-    logits = state.model(batch).logits
-    gone = not any(tensor.untyped_storage().nbytes() for tensor in mine)
-    state.model.settle_tables()  # a step without a backward pass
-    assert [tensor.untyped_storage().nbytes() for tensor in mine] >= held
-    return gone and torch.equal(logits, before) and torch.equal(state.model(batch).logits, before)
-
-
 def two(folder: str) -> list[str]:
     found = wrong(2)
-    assert lets_rows_go()
     save(Path(folder) / "sharded", SHARDED)
     save(Path(folder) / "experts", EXPERTS)
     assert_loads(Path(folder) / "sharded" / "step-00000002", REPLICATED)
