@@ -153,14 +153,14 @@ def test_what_an_older_version_wrote_goes_on_and_says_so(
     """Config fields that were not there yet count as their defaults. It is resharded on the way."""
 
     def older(manifest: dict[str, Any]) -> None:
-        del manifest["config"]["compile"], manifest["config"]["reader"]["drop_last"], manifest["config"]["schedule"]
+        del manifest["config"]["precision"], manifest["config"]["reader"]["drop_last"], manifest["config"]["schedule"]
         del manifest["config"]["model"]["layer"], manifest["config"]["checkpoint"]
         manifest["written_by"] |= {"opengem": "0.0.9", "sources": "0123456789abcdef"}
 
     default = replace(config, schedule=small_run.ScheduleConfig())
     edit(config, older)
-    with pytest.raises(CheckpointError, match=r"compile was 'none' and is 'layers'; reader\.drop_last was .* is "):
-        train(replace(default, compile="layers", reader=replace(config.reader, drop_last=not config.reader.drop_last)))
+    with pytest.raises(CheckpointError, match=r"precision was 'fp32' and is 'bf16'; reader\.drop_last was .* is "):
+        train(replace(default, precision="bf16", reader=replace(config.reader, drop_last=not config.reader.drop_last)))
     mine = origin.written_by()
     load_model(config.out)
     assert f"it was written by opengem 0.0.9 (here {mine['opengem']}); its format is" in capsys.readouterr().err
