@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,13 +48,29 @@ def measure_copy() -> float:
     return bandwidth
 
 
-def print_header() -> None:
-    """The head of the table that ``print_pass`` prints rows of."""
+def print_table(cases: Iterable[Sequence[Pass]], bandwidth: float) -> None:
+    """Measures the passes of each case and prints them as a table.
+
+    Args:
+        cases: made one after another, so that the tensors of one are gone before the next is there.
+        bandwidth: GB/s of a device copy.
+    """
+    _print_header()
+    for case in cases:
+        for one in case:
+            _print_pass(one, bandwidth)
+        del case, one
+        torch.cuda.empty_cache()
+    print()
+
+
+def _print_header() -> None:
+    """The head of the table that ``_print_pass`` prints rows of."""
     print("| case | pass | MB | eager ms | graph ms | GB/s | share of copy | baselines: ms (ratio) |")
     print("|---|---|---|---|---|---|---|---|")
 
 
-def print_pass(one: Pass, bandwidth: float) -> None:
+def _print_pass(one: Pass, bandwidth: float) -> None:
     """Times a pass and prints its row. Rates are those of the graph; ratios, too, are over its time."""
     eager = milliseconds(one.eager, rep=25)
     graph = milliseconds(one.kernels or one.eager, graph=True, rep=25)

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.benchmarks.bandwidth import (
-    Pass,
-    host_cost,
-    measure_copy,
-    packed_lengths,
-    print_header,
-    print_pass,
-    size_of,
-)
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, packed_lengths, print_table, size_of
 from kernels.block_attention import block_attention
 from kernels.block_attention.op import _block_attention_backward
 from kernels.block_attention.reference import BLOCK, block_offsets
@@ -90,13 +82,7 @@ def passes(name: str, batch: int, longest: int, width: int, lengths: str, column
 
 def main() -> None:
     """Prints the table."""
-    bandwidth = measure_copy()
-    print_header()
-    for case in CASES:
-        for one in passes(*case):
-            print_pass(one, bandwidth)
-        torch.cuda.empty_cache()
-    print()
+    print_table((passes(*case) for case in CASES), measure_copy())
     q, k, v, grad, offsets, *_ = make(4, 64, 64, "dense", 0)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_header, print_pass, size_of
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.interaction import fm_block, reference
 from kernels.interaction.op import _fm_block_backward
 
@@ -51,13 +51,7 @@ def passes(count: int, tokens: int, width: int, rank: int) -> list[Pass]:
 
 def main() -> None:
     """Prints the table."""
-    bandwidth = measure_copy()
-    print_header()
-    for case in CASES:
-        for one in passes(*case):
-            print_pass(one, bandwidth)
-        torch.cuda.empty_cache()
-    print()
+    print_table((passes(*case) for case in CASES), measure_copy())
     x, y = torch.randn(8, 26, 512, device="cuda").bfloat16(), torch.randn(26, 32, device="cuda").bfloat16()
     leaf = x.detach().requires_grad_()
     grad = fm_block(x, y)

@@ -10,15 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.benchmarks.bandwidth import (
-    Pass,
-    host_cost,
-    measure_copy,
-    packed_lengths,
-    print_header,
-    print_pass,
-    size_of,
-)
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, packed_lengths, print_table, size_of
 from kernels.jagged import gather_rows, offsets_from_lengths, op, reference, segment_sum
 
 CASES = [
@@ -99,13 +91,7 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str) -> list[P
 
 def main() -> None:
     """Prints the table."""
-    bandwidth = measure_copy()
-    print_header()
-    for case in CASES:
-        for one in passes(*case):
-            print_pass(one, bandwidth)
-        torch.cuda.empty_cache()
-    print()
+    print_table((passes(*case) for case in CASES), measure_copy())
     x, offsets = torch.randn(8, 64, device="cuda").bfloat16(), torch.tensor([0, 3, 8], device="cuda")
     leaf = x.detach().requires_grad_()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_header, print_pass, size_of
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.norms import add_rms_norm, layer_norm, rms_norm
 from kernels.norms.op import _norm, _norm_backward
 
@@ -104,13 +104,7 @@ def passes(width: int, compiled: bool) -> list[Pass]:
 
 def main() -> None:
     """Prints the table."""
-    bandwidth = measure_copy()
-    print_header()
-    for width in ROWS:
-        for one in passes(width, compiled=width == 256):
-            print_pass(one, bandwidth)
-        torch.cuda.empty_cache()
-    print()
+    print_table((passes(width, compiled=width == 256) for width in ROWS), measure_copy())
     x, weight = torch.randn(8, 64, device="cuda").bfloat16(), torch.ones(64, device="cuda")
     leaf = x.detach().requires_grad_()
 

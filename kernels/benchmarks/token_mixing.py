@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_header, print_pass, size_of
+from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.token_mixing import mix_tokens, reference, sum_kron
 from kernels.token_mixing.op import _mix_tokens_backward
 
@@ -91,13 +91,8 @@ def passes(
 def main() -> None:
     """Prints the tables."""
     bandwidth = measure_copy()
-    for make, shapes in ((mix_passes, MIXES), (kron_passes, KRONS)):
-        print_header()
-        for shape in shapes:
-            for one in make(*shape):  # type: ignore[operator]
-                print_pass(one, bandwidth)
-            torch.cuda.empty_cache()
-        print()
+    print_table((mix_passes(*shape) for shape in MIXES), bandwidth)
+    print_table((kron_passes(*shape) for shape in KRONS), bandwidth)
     x, matrix = torch.randn(8, 26, 512, device="cuda").bfloat16(), torch.randn(26, 28, device="cuda").bfloat16()
     leaf = x.detach().requires_grad_()
     out = mix_tokens(leaf, matrix)

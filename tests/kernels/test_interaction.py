@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.interaction import fm_block
+from tests.kernels.interpreter import check_in_interpreter
 
-ROOT = Path(__file__).parents[2]
 SHAPES = [(5, 9, 24, 4), (3, 20, 70, 33), (2, 70, 130, 10), (0, 9, 24, 4), (1, 1, 1, 1)]
 """N, n, D and k."""
 
@@ -79,13 +74,7 @@ def interpreted() -> None:
 
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    code = "from tests.kernels import test_interaction as t; t.interpreted(); print('checked')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("checked\n")
+    check_in_interpreter("-c", "from tests.kernels import test_interaction as t; t.interpreted(); print('checked')")
 
 
 @pytest.mark.parametrize("arch", [90, 100])

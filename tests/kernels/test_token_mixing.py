@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.token_mixing import mix_tokens, sum_kron
+from tests.kernels.interpreter import check_in_interpreter
 
-ROOT = Path(__file__).parents[2]
 SHAPES = [(5, 9, 24, 4), (3, 20, 70, 33), (2, 70, 130, 10), (0, 9, 24, 4), (1, 1, 1, 1), (2, 10, 40, 130)]
 """N, n, D and P."""
 
@@ -100,13 +95,7 @@ def interpreted() -> None:
 
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    code = "from tests.kernels import test_token_mixing as t; t.interpreted(); print('checked')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("checked\n")
+    check_in_interpreter("-c", "from tests.kernels import test_token_mixing as t; t.interpreted(); print('checked')")
 
 
 @pytest.mark.parametrize(("sides", "arch"), [((26, 28), 90), ((256, 64), 90), ((26, 28), 100)])

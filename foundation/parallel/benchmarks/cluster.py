@@ -379,6 +379,12 @@ def main() -> None:
     values = vars(parser.parse_args())
     ranks, limit, only = values.pop("ranks"), values.pop("limit"), values.pop("only")
     options = Options(**values)
+    first, rest = launches(ranks)
+    known = dict.fromkeys(
+        ["weak:replica", "layers:replica", *first, *rest, "equality", "resume", "survive", "fully sharded"]
+    )
+    if unknown := [part for part in only or [] if part not in known]:
+        raise SystemExit(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(known)}")
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SystemExit(f"{options.out} is not empty")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -388,7 +394,7 @@ def main() -> None:
         return [part for part in parts if not only or part in only]
 
     one = chosen(["weak:replica", *(["layers:replica"] if ranks == 1 else [])])
-    first, rest = (chosen(parts) for parts in launches(ranks))
+    first, rest = chosen(first), chosen(rest)
     sharded = chosen(["fully sharded"] if torch.cuda.is_available() and ranks > 1 else [])
     sharded = [f"fully sharded:{name}" for name in CASES] if sharded else []
     checks = {

@@ -19,6 +19,7 @@ from foundation.model.benchmarks.presets import model_config, table_rows
 from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM
 from foundation.parallel.benchmarks.heavy_tail import Shape, heavy_batches
+from foundation.parallel.benchmarks.over_ranks import most, total, wait
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
@@ -136,7 +137,7 @@ class Bench:
 
     def steps(self, count: int, last: bool = True) -> float:
         """Seconds of some steps, together; with `last` no ids are sent out behind the last one."""
-        self._wait()
+        wait(self.device)
         start = time.perf_counter()
         loss = torch.zeros(())
         for left in range(count, 0, -1):
@@ -145,7 +146,7 @@ class Bench:
             following = self.batches[(self.done + 1) % BATCHES] if ahead else None
             loss = train_step(self.state, batch, following, self.autocast)
             self.done += 1
-        self._wait()
+        wait(self.device)
         seconds = time.perf_counter() - start
         self.loss = mean_loss(loss)
         return seconds
@@ -175,9 +176,9 @@ class Bench:
     def work(self, count: int) -> tuple[float, int, float]:
         """Useful operations and impressions of all ranks in the last steps; events of the heaviest over the mean."""
         places = [number % BATCHES for number in range(self.done - count, self.done)]
-        flops = self.sum(TRAINING * sum(sum(self.parts[place].values()) for place in places))
-        impressions = int(self.sum(sum(self.batches[place].num_impressions for place in places)))
-        ratios = [self.most(self.events[p]) / (self.sum(self.events[p]) / self.world) for p in places]
+        flops = total(TRAINING * sum(sum(self.parts[place].values()) for place in places), self.device)
+        impressions = int(total(sum(self.batches[place].num_impressions for place in places), self.device))
+        ratios = [most(self.events[p], self.device) / (total(self.events[p], self.device) / self.world) for p in places]
         return flops, impressions, sum(ratios) / len(ratios)
 
     def layers(self) -> dict[str, dict[str, float | None]]:
@@ -187,26 +188,9 @@ class Bench:
         for kind in sorted(found):
             for key in ("seconds", "mfu"):
                 value = found[kind][key]
-                found[kind][key] = None if value is None else self.sum(value) / self.world
+                found[kind][key] = None if value is None else total(value, self.device) / self.world
         return found
 
     def autocast(self) -> AbstractContextManager[Any]:
         """To bfloat16."""
         return torch.autocast(self.device.type, torch.bfloat16)
-
-    def sum(self, value: float) -> float:
-        """Over ranks."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
-
-    def most(self, value: float) -> float:
-        """The largest of all ranks."""
-        most = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return most.item()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from foundation.data.batch import Batch
 from foundation.parallel.benchmarks import equality, fully_sharded
 from foundation.parallel.benchmarks.cluster_bench import BATCHES, Bench, Options, ways
+from foundation.parallel.benchmarks.over_ranks import most, total, wait
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.join import join_ranks
@@ -109,10 +110,10 @@ class Rank:
         ):
             seconds = []
             for _ in range(6):
-                self._wait()
+                wait(self.device)
                 start = time.perf_counter()
                 call()
-                self._wait()
+                wait(self.device)
                 seconds.append(time.perf_counter() - start)
             found[f"{name} GB/s"] = times * 4 * sent.numel() / sorted(seconds)[2] / 1e9
         return found
@@ -134,8 +135,8 @@ class Rank:
             "tflops": rate / 1e12,
             "mfu": rate / peak if peak else None,
             "imbalance": heaviest,
-            "memory_gb": self._most(torch.cuda.max_memory_allocated() / 1e9 if self.cuda else 0.0),
-            "held_before_gb": self._most(bench.held / 1e9),
+            "memory_gb": most(torch.cuda.max_memory_allocated() / 1e9 if self.cuda else 0.0, self.device),
+            "held_before_gb": most(bench.held / 1e9, self.device),
             "loss": bench.loss,
         }
         self.tell(measured=f"{'strong' if strong else 'weak'}:{which}", found=found)
@@ -170,9 +171,9 @@ class Rank:
         share = found.share if found.share is not None else float("nan")
         return {
             **asdict(found),
-            "share_mean": self._sum(share) / self.world,
-            "computing_mean": self._sum(found.computing) / self.world,
-            "seconds_mean": self._sum(found.seconds) / self.world,
+            "share_mean": total(share, self.device) / self.world,
+            "computing_mean": total(found.computing, self.device) / self.world,
+            "seconds_mean": total(found.seconds, self.device) / self.world,
         }
 
     def _profiled(self, bench: Bench, *activities: ProfilerActivity) -> Trace:
@@ -242,21 +243,6 @@ class Rank:
         assert state.ema is not None
         state.ema.update(step + 1)
         return mean_loss(loss)
-
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-
-    def _sum(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
-
-    def _most(self, value: float) -> float:
-        most = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return most.item()
 
 
 def main() -> None:
