@@ -3,10 +3,10 @@
 For an impression at time t and a key (its video, its author), the impressions of the same key up to ``t - delay`` are
 counted, and the rate of each outcome among them is smoothed towards an expected one and given as log-odds beside it:
 
-    log(r / (1 - r)) - log(e / (1 - e)),   r = (positives + strength * e) / (impressions + strength)
+    log(r / (1 - r)) - log(e / (1 - e)),   r = (positives + strength * e) / (told + strength)
 
-so that 0 means "as expected, or nothing known yet". Ids that training saw too rarely to learn a vector for them still
-have a rate, and so do outcomes that are too rare to shape one.
+where `told` are the impressions with a label, so that 0 means "as expected, or nothing known yet". Ids that training
+saw too rarely to learn a vector for them still have a rate, and so do outcomes that are too rare to shape one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Outcome:
     """One rate.
 
     Args:
-        label: column of zeros and ones.
+        label: column of zeros and ones; an impression without a label says nothing of the rate.
         expected: the rate of a key of which nothing is known.
         strength: weighs as much as so many impressions.
     """
@@ -55,8 +55,9 @@ def with_rates(
         shown = rows[time].count().over(past)
         added[f"{name}_shown"] = known.ifelse((shown + 1).ln(), ibis.null("float64"))
         for outcome, law in outcomes.items():
+            told = rows[law.label].count().over(past)
             positives = rows[law.label].sum().over(past).fill_null(0)
-            rate = (positives + law.strength * law.expected) / (shown + law.strength)
+            rate = (positives + law.strength * law.expected) / (told + law.strength)
             change = (rate / (1 - rate)).ln() - _log_odds(law.expected)
             added[f"{name}_{outcome}_rate"] = known.ifelse(change, ibis.null("float64"))
     return rows.mutate(**added)
