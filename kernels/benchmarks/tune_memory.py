@@ -220,15 +220,25 @@ def error(got: Any, want: Any) -> float:
     return worst
 
 
-def _compile(job: Job) -> None:
+def _compile(work: tuple[Job, Config]) -> None:
+    job, config = work
     own, _, given = arguments(job, small=True)
-    for config in candidates(job):
-        try:
-            with memory_tuning.forced(job.kernel, config):
-                own(*given)
-            torch.cuda.synchronize()
-        except (RuntimeError, TritonError):
-            continue
+    try:
+        with memory_tuning.forced(job.kernel, config):
+            own(*given)
+        torch.cuda.synchronize()
+    except (RuntimeError, TritonError):
+        return
+
+
+def to_compile(jobs: list[Job]) -> list[tuple[Job, Config]]:
+    """The kernels of all candidates, each once: how many programs run is no constant of a kernel."""
+    found: dict[tuple[object, ...], tuple[Job, Config]] = {}
+    for job in jobs:
+        for config in candidates(job):
+            fixed = {k: v for k, v in config.items() if k != "PROGRAMS"}
+            found[job, *fixed.items()] = (job, config)
+    return list(found.values())
 
 
 def tune(job: Job) -> tuple[str, Config] | None:
@@ -268,7 +278,7 @@ def main() -> None:
     start = time.time()
     jobs = [job for job in JOBS if not options.kernels or job.kernel in options.kernels]
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
-        pool.map(_compile, jobs, chunksize=1)
+        pool.map(_compile, to_compile(jobs), chunksize=1)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     found: dict[str, Config] = {}
     for job in jobs:

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from kernels import jagged
 from kernels.block_attention import block_attention
 from kernels.common import launch
 from kernels.common.launch import Call, Config
 from kernels.gdpa import reference as gdpa_reference
+from kernels.interaction import fm_block
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import reference as softmax_reference
+from kernels.norms import add_layer_norm, rms_norm
+from kernels.token_mixing import mix_tokens
 
 LENGTHS = [3, 0, 200, 1, 129, 64, 0, 65, 2, 128]
 KEYS = [5, 7, 0, 130, 256, 1, 3, 64, 200, 63]
@@ -107,6 +112,67 @@ def block(masks: Masks) -> None:
         out = block_attention(*leaves, offsets, positions=positions, frequencies=frequencies)
         torch.autograd.grad(out, leaves, grad)
         print(columns, "run", flush=True)
+
+
+def run(name: str, op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    """Forward and all gradients, against float64."""
+    results = []
+    for precise in (False, True):
+        leaves = [(x.double() if precise else x).detach().requires_grad_() for x in inputs]
+        out = op(*leaves)
+        grad = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for got, want in zip(*results, strict=True):
+        assert (got.double() - want).norm() / want.norm() < TOLERANCE, name
+    print(name, "checked", flush=True)
+
+
+def values(*shape: int) -> Tensor:
+    """Random numbers, bf16."""
+    return torch.randn(shape).bfloat16().cuda()
+
+
+def interaction(masks: Masks) -> None:
+    """Ragged tiles, one step over the width and two, and Y of each row."""
+    for rows, tokens, width, rank in ((5, 9, 24, 4), (3, 26, 270, 33), (2, 70, 130, 10)):
+        x, y = values(rows, tokens, width), values(tokens, rank)
+        run("fm_block", fm_block, (x, y))
+        run("fm_block, own Y", fm_block, (x, values(rows, tokens, rank)))
+        run("mix_tokens", mix_tokens, (x, y))
+
+
+def movement(masks: Masks) -> None:
+    """Every kernel, on rows that fill no block."""
+    offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
+    rows, batch = int(offsets[-1]), len(LENGTHS)
+    few = torch.tensor([0, 0, 2, 2, 2, 8], device="cuda")
+    total = int(offsets.diff()[few].sum())
+    choice = torch.stack([torch.randint(130, (rows,)), 130 + torch.randint(7, (rows,))], dim=1).cuda()
+    for width in (7, 70):
+        x, y, dense, table = values(rows, width), values(rows, width), values(batch, width), values(137, width)
+        run("to_padded", lambda x: jagged.to_padded(x, offsets, 100), (x,))
+        run("from_padded", lambda x: jagged.from_padded(x, offsets, total=rows), (values(batch, 210, width),))
+        run("last_k", lambda x: jagged.last_k(x, offsets, 5)[0], (x,))
+        run("concat", lambda x, y: jagged.concat(x, offsets, y, offsets)[0], (x, y))
+        run("split", lambda x: torch.cat(jagged.split(x, offsets, offsets, rows)[::-1]), (torch.cat([x, y]),))
+        run("broadcast_add", lambda x, d: jagged.broadcast_add(x, offsets, d), (x, dense))
+        run("segment_mean", lambda x: jagged.segment_mean(x, offsets), (x,))
+        for rising, index in ((True, few), (False, few.flip(0))):
+            run("gather_rows", lambda d, i=index, r=rising: jagged.gather_rows(d, i, rising=r), (dense,))
+            run(
+                "gather_sequences",
+                lambda x, i=index, r=rising: jagged.gather_sequences(x, offsets, i, total=total, rising=r)[0], (x,),
+            )  # fmt: skip
+        run("embedding_add", lambda x, t: jagged.embedding_add(x, t, choice), (x, table))
+        run("two tables", lambda x, t: jagged.embedding_add(x, t, choice, sizes=(130, 7)), (x, table))
+
+
+def norms(masks: Masks) -> None:
+    """Widths that fill no block."""
+    for width in (7, 70, 1100):
+        x, other, gate, weight, bias = values(37, width), values(37, width), values(37, width), *values(2, width)
+        run("layer norm", lambda *a: torch.cat(add_layer_norm(*a[:4], gate=a[4])), (x, other, weight, bias, gate))
+        run("RMS norm", rms_norm, (x, weight))
 
 
 if __name__ == "__main__":
