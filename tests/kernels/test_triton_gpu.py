@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.common import launch
+from kernels.common.activations import activate_with_slope
 from kernels.common.launch import Call
 from kernels.gdpa import gdpa
 from kernels.gdpa import reference as gdpa_reference
@@ -61,8 +66,13 @@ def test_gdpa_self_attention(width: int, dtype: torch.dtype) -> None:
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, activation="silu", scale=0.5), inputs, dtype)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
-@pytest.mark.parametrize("keys", [7, 64, 100, 200])
+@pytest.mark.parametrize(
+    ("activation", "keys"),
+    [
+        *itertools.product(("gelu", "gelu_tanh", "relu2"), (7, 64, 100, 200)),
+        *((activation, 64) for activation in ("identity", "silu", "relu", "hardswish")),
+    ],
+)
 def test_gdpa_with_few_keys(activation: str, keys: int) -> None:
     (q, _, _), offsets = packed(LENGTHS, 4, 128, torch.bfloat16, 0)
     k, v = (torch.randn(len(LENGTHS), keys, 2, 128, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
@@ -196,6 +206,51 @@ def test_kernels_by_hand_in_float16() -> None:
         same(a, b, torch.float16)
 
 
+@pytest.mark.parametrize("activation", ["identity", "relu", "relu2", "hardswish"])
+def test_other_activations_of_long_sequences(activation: str) -> None:
+    inputs, offsets = packed([*LENGTHS, *[700, 300] * 10], 2, 128, torch.bfloat16, 0)
+    options = {"activation": activation, "logit_scale": 0.3, "scale": 0.5}
+    compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, **options), inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_a_heavy_tail_of_lengths(softmax: bool) -> None:
+    inputs, offsets = packed([16384, 1, 0, 3001, 517, 130, *[70, 9] * 8], 1, 128, torch.bfloat16, 0)
+
+    def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if softmax:
+            return jagged_attention(q, k, v, offsets, offsets)
+        return gdpa(q, k, v, offsets, offsets, activation="silu", logit_scale=0.3)
+
+    compare(op, inputs, torch.bfloat16)
+
+
+@triton.jit
+def fast_activation(X, Y, S, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    y, slope = activate_with_slope(tl.load(X + i), ACT, True)
+    tl.store(Y + i, y)
+    tl.store(S + i, slope)
+
+
+@pytest.mark.parametrize("name", gdpa_reference.ACTIVATIONS)
+def test_fast_activations_keep_their_stated_error(name: str) -> None:
+    """A tangent t that is off by 2^-11 moves ``x (1 + t) / 2`` and its slope so much; the fit of gelu: 3e-5, 1e-4."""
+    x = torch.linspace(-12, 12, 2**16, device="cuda")
+    x[0] = 0
+    y, slope = torch.empty_like(x), torch.empty_like(x)
+    fast_activation[(64,)](x, y, slope, name)
+    exact = x.double().requires_grad_()
+    want = gdpa_reference._ACTIVATIONS[name].forward(exact)
+    (want_slope,) = torch.autograd.grad(want.sum(), exact)
+    size, off = x.double().abs(), 2**-11 if "gelu" in name or name == "silu" else 0.0
+    rise = 0.5 if name == "silu" else 0.8 + 0.11 * size**2  # the slope of t's argument
+    fit = 1.0 if name == "gelu" else 0.0
+    assert y[0] == 0
+    assert ((y - want).abs() <= off * size / 2 + 3e-5 * fit + 2e-6 * (1 + size**2)).all()
+    assert ((slope - want_slope).abs() <= off * (0.5 + size * rise) + 1e-4 * fit + 2e-6 * (1 + size)).all()
+
+
 def test_gdpa_window_and_learned_queries() -> None:
     inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, window=50), inputs, torch.bfloat16)
@@ -213,6 +268,15 @@ def test_softmax(causal: bool, window: int | None, width: int) -> None:
         return jagged_attention(q, k, v, offsets, other, causal=causal, window=window)
 
     compare(op, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(32, torch.bfloat16), (33, torch.bfloat16), (96, torch.bfloat16), (256, torch.bfloat16), (64, torch.float16)],
+)
+def test_softmax_of_other_widths(width: int, dtype: torch.dtype) -> None:
+    inputs, offsets = packed(LENGTHS, 2, width, dtype, 0)
+    compare(lambda q, k, v: jagged_attention(q, k, v, offsets, offsets, causal=True), inputs, dtype)
 
 
 def test_softmax_in_float32_and_with_learned_queries() -> None:
@@ -241,20 +305,55 @@ def test_heads_that_are_not_within_rows() -> None:
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets), apart, torch.bfloat16)
 
 
-def test_graph_capture_and_compile() -> None:
+@pytest.mark.parametrize("softmax", [False, True])
+def test_graph_capture_and_compile(softmax: bool) -> None:
     inputs, offsets = packed(LENGTHS, 2, 64, torch.bfloat16, 0)
+    leaves, grad = [x.detach().requires_grad_() for x in inputs], torch.ones_like(inputs[0])
 
     def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if softmax:
+            return jagged_attention(q, k, v, offsets, offsets, causal=True) * 2
         return gdpa(q, k, v, offsets, offsets, activation="silu") * 2
 
-    want = op(*inputs)
+    def step() -> tuple[Tensor, ...]:
+        out = op(*leaves)
+        return (out, *torch.autograd.grad(out, leaves, grad))
+
+    want = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op(*inputs)
+        got = step()
     graph.replay()
-    assert torch.equal(out, want)
-    assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs), want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    op = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for a, b in zip(step(), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["long", "softmax", "few keys"])
+def test_gradients_beyond_two_billion_elements(kind: str) -> None:
+    """The last sequence begins behind them; by hand but for few keys."""
+    offsets = torch.arange(259, device="cuda") * 4096
+    x = torch.empty(int(offsets[-1]), 16, 128, dtype=torch.bfloat16, device="cuda").normal_(std=0.5)
+    assert x[:-4096].numel() > 2**31
+    few = torch.randn(2, 258, 64, 16, 128, device="cuda").mul_(0.5).bfloat16()
+    keys = few.unbind(0) if kind == "few keys" else (x, x)
+
+    def op(q: Tensor, k: Tensor, v: Tensor, where: Tensor) -> Tensor:
+        if kind == "softmax":
+            return jagged_attention(q, k, v, where, where, causal=True)
+        return gdpa(q, k, v, where, where if k.dim() == 3 else None, activation="silu", logit_scale=0.3)
+
+    leaves = [t.detach().requires_grad_() for t in (x, *keys)]
+    out = op(*leaves, offsets)
+    got = (out, *torch.autograd.grad(out, leaves, x))
+    last = [(t[-1:] if t.dim() == 4 else t[-4096:]).detach().double().requires_grad_() for t in leaves]
+    out = op(*last, torch.tensor([0, 4096], device="cuda"))
+    want = (out, *torch.autograd.grad(out, last, x[-4096:].double()))
+    for a, b in zip(got, want, strict=True):
+        same(a[-b.shape[0] :], b, torch.bfloat16)
 
 
 def test_more_than_two_billion_elements() -> None:
