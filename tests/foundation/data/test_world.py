@@ -157,7 +157,17 @@ def test_blocks_and_stretches_do_not_show(tmp_path: Path, monkeypatch: pytest.Mo
     test_counts = read_log(tmp_path / "raw")
     assert len(test_counts["click"]) == 20_000
     test_log_is_a_log(tmp_path / "raw")
-    assert not list((tmp_path / "raw").glob("spill-*"))
+    assert not list((tmp_path / "raw").glob("block-*"))
+
+
+def test_number_of_processes_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last blocks are begun with too many users, or have more rows than are left, and are done again."""
+    monkeypatch.setattr(world_module, "BLOCK_ROWS", 2_000)
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        world(WorldConfig(out=out, rows=9_000, requests_per_user=40, processes=processes))
+        assert not list(out.glob("block-*"))
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 def test_schema_names_columns_that_are_there(small: Path) -> None:
