@@ -143,7 +143,7 @@ def parallelize(
         module=model,
         env=env,
         device=device,
-        plan=sharding_plan(collections, sparse, device.type, sharders, ranks, groups.topology.gpus_per_host),
+        plan=sharding_plan(collections, sparse, device.type, sharders, ranks, _numbered(groups, device)),
         sharders=sharders,
         init_data_parallel=False,
         data_parallel_wrapper=_Replicated(
@@ -223,6 +223,11 @@ def _weights(collections: dict[str, Collection]) -> dict[str, torch.Tensor]:
         for path, module in collections.items()
         for name, parameter in module.named_parameters()
     }
+
+
+def _numbered(groups: Layout, device: torch.device) -> int:
+    """Devices of a host as a process numbers them: one where each sees only its own."""
+    return 1 if device.type == "cuda" and torch.cuda.device_count() == 1 else groups.topology.gpus_per_host
 
 
 def _table_environment(groups: Layout, device: torch.device) -> ShardingEnv:

@@ -72,7 +72,7 @@ def sharding_plan(
         device_type: what the ranks compute on.
         sharders: one per kind of module.
         ranks: those of the group, in its order.
-        per_host: ranks of a host.
+        per_host: devices of a host, in the numbers that processes know them by.
     """
     size = len(ranks)
     sizes = [table_size(path, module, table) for path, module in collections.items() for table in tables_of(module)]

@@ -55,6 +55,8 @@ def compile_regions(model: GEM, what: Compile, backend: str = "inductor") -> int
         shape_config.use_duck_shape = False
         # Layers that differ in their number of tokens have a graph each, not one for any number.
         torch._dynamo.config.automatic_dynamic_shapes = False
+        # Else a region with more parameters than DDP reduces at once would be cut into several graphs.
+        torch._dynamo.config.optimize_ddp = False
     for region in regions:
         forward, named = region.forward, _FORMS.get(type(region))
         compiled = torch.compile(named[0](forward) if named else forward, backend=backend, fullgraph=True)

@@ -16,17 +16,15 @@ the parts after it are run all the same.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -34,197 +32,25 @@ from typing import Any, get_args
 import torch
 
 from foundation.data.options import parse_config
-from foundation.parallel.benchmarks.cluster_bench import Options, ways
+from foundation.parallel.benchmarks.cluster_bench import COMPILED, Options, ways
 from foundation.parallel.benchmarks.cluster_parts import EVERY, SAVED
 from foundation.parallel.benchmarks.fully_sharded import CASES
+from foundation.parallel.benchmarks.launcher import LIMITS, START, Launcher
 from foundation.parallel.preview.memory import OUTSIDE
 from foundation.parallel.preview.plan import PlanConfig, work_out
 from foundation.parallel.topology import DenseSizes, SparseSizes
 from foundation.training.compile import Compile
 
-LIMITS = {
-    "links": 20.0,
-    "equality": 60.0,
-    "weak": 45.0,
-    "layers": 20.0,
-    "strong": 30.0,
-    "trace": 40.0,
-    "waits": 15.0,
-    "save": 25.0,
-    "resume": 30.0,
-    "survive": 60.0,
-    "fully sharded": 40.0,
-}
-"""Seconds that a part may take, by its kind."""
-START = 90.0
-"""Seconds that processes may take to start."""
-CORES = 8
-"""From so many on, processes start before they are needed."""
-
-
-@dataclass
-class Launcher:
-    """Starts ranks and watches them.
-
-    Args:
-        options: for the parts.
-        limit: seconds for everything.
-    """
-
-    options: Options
-    limit: float
-    begun: float = field(default_factory=time.monotonic)
-    launches: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _prepared: dict[tuple[Any, ...], tuple[int, Any]] = field(default_factory=dict)
-
-    def run(self, ranks: int, parts: list[str], first_limit: float = 0.0) -> None:
-        """Runs parts on so many ranks; after one that fails, the rest in new processes.
-
-        Args:
-            first_limit: added to the limit of the first part, which compiles kernels.
-        """
-        left = list(parts)
-        while left:
-            if self.left() <= 0:
-                self.note(left, "not run: no time left")
-                return
-            launch, process = self.start(ranks, left)
-            why = self._watch(launch, process, left, first_limit)
-            done = {line["part"] for line in self.lines(launch) if "part" in line}
-            left = [part for part in left if part not in done]
-            if left:
-                self.note(left[:1], why)
-                left = left[1:]
-
-    def prepare(self, ranks: int, parts: list[str], *more: str, devices: str | None = None) -> None:
-        """Starts processes that import what they need and wait until `start` is called in the same way.
-
-        Where there are few cores these would only be in one another's way.
-        """
-        if parts and len(os.sched_getaffinity(0)) >= CORES:
-            self._prepared[ranks, *parts, *more, devices] = self._begin(ranks, parts, more, devices)
-
-    def start(self, ranks: int, parts: list[str], *more: str, devices: str | None = None) -> tuple[int, Any]:
-        """Starts processes for some parts; `more` goes to torchrun, `devices` says which GPUs it sees."""
-        waiting = self._prepared.pop((ranks, *parts, *more, devices), None)
-        launch, process = waiting or self._begin(ranks, parts, more, devices)
-        (self.options.out / f"go-{launch}").touch()
-        return launch, process
-
-    def end(self) -> None:
-        """Ends processes that were prepared and not needed."""
-        for launch, process in self._prepared.values():
-            self.stop(launch, process)
-
-    def _begin(
-        self, ranks: int, parts: list[str], more: tuple[str, ...], devices: str | None
-    ) -> tuple[int, subprocess.Popen[bytes]]:
-        with self._lock:
-            self.launches += 1
-            launch = self.launches
-        values = json.dumps({**asdict(self.options), "out": str(self.options.out)})
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            str(ranks),
-            "--rdzv_backend",
-            "c10d",
-        ]
-        command += ["--rdzv_endpoint", "localhost:0", *more, "-m", "foundation.parallel.benchmarks.cluster_parts"]
-        command += ["--launch", str(launch), "--options", values, *parts]
-        environment = dict(os.environ) | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
-        log = (self.options.out / f"launch-{launch}.log").open("w")
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        return launch, process
-
-    def _watch(self, launch: int, process: Any, parts: list[str], first_limit: float) -> str:
-        """Waits until the processes end or a part takes too long; returns why they ended."""
-        started = time.monotonic()
-        while process.poll() is None:
-            time.sleep(0.2)
-            lines = self.lines(launch)
-            begun = [line for line in lines if "begin" in line]
-            if not begun:
-                late = time.monotonic() - started > START
-            else:
-                part = begun[-1]["begin"]
-                allowed = LIMITS[part.partition(":")[0]] + (first_limit if part == parts[0] else 0.0)
-                late = time.time() - begun[-1]["time"] > allowed
-            if late or self.left() <= 0:
-                self.stop(launch, process)
-                return "took too long"
-        return f"ended with {process.returncode}: {self.tail(launch)}"
-
-    def stop(self, launch: int, process: Any) -> None:
-        """Ends a launch and its ranks."""
-        process.terminate()
-        try:
-            process.wait(8)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for file in self.options.out.glob(f"pid-{launch}-*"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(file.read_text()), signal.SIGKILL)
-
-    def wait(self, launch: int, process: Any, seconds: float) -> None:
-        """Waits for the end of a launch, no longer than that."""
-        try:
-            process.wait(max(1.0, min(seconds, self.left())))
-        except subprocess.TimeoutExpired:
-            self.stop(launch, process)
-
-    def lines(self, launch: int | None = None) -> list[dict[str, Any]]:
-        """Results so far, of one launch or of all."""
-        path = self.options.out / "results.jsonl"
-        text = path.read_text() if path.is_file() else ""
-        found = [json.loads(line) for line in text.split("\n")[:-1]]
-        return [line for line in found if launch in (None, line.get("launch"))]
-
-    def note(self, parts: list[str], why: str) -> None:
-        """Writes down what was not found."""
-        with (self.options.out / "results.jsonl").open("a") as file:
-            file.writelines(json.dumps({"failed": part, "why": why}) + "\n" for part in parts)
-        print(f"{', '.join(parts)}: {why}", flush=True)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Adds a line to the results, and shows it."""
-        with (self.options.out / "results.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps(line), flush=True)
-
-    def tail(self, launch: int) -> str:
-        """The end of what a launch printed."""
-        text = (self.options.out / f"launch-{launch}.log").read_text()
-        errors = [line for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
-        return " | ".join(errors[-3:])[-600:]
-
-    def left(self) -> float:
-        """Seconds that are left for everything."""
-        return self.limit - (time.monotonic() - self.begun)
-
-
-RESTARTS = ("--max-restarts", "2")
-
-
-def fewer(ranks: int) -> dict[int, str | None]:
-    """Half of the ranks and one: on which GPUs each number of them runs, so that they can run at once."""
-    seen = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    found: dict[int, str | None] = {}
-    for size in sorted({max(1, ranks // 2), 1}):
-        first = sum(found)
-        found[size] = ",".join(seen[first : first + size]) if torch.cuda.is_available() else None
-    return found
+COMPILING = 300.0
+"""Seconds that the first part of processes with a compiled model may take more, with empty caches."""
 
 
 def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
-    """The saved run goes on with half of the ranks and with one, both at once."""
-    sizes = fewer(ranks)
-    started = [launcher.start(size, ["resume"], devices=devices) for size, devices in sizes.items()]
-    for launch, process in started:
-        launcher.wait(launch, process, START + LIMITS["resume"])
+    """The saved run goes on with half of the ranks and with one, both at once on GPUs of their own."""
+    sizes = sorted({max(1, ranks // 2), 1})
+    started = [launcher.start(size, ["resume"], first_gpu=sum(sizes[:place])) for place, size in enumerate(sizes)]
+    for _, processes in started:
+        launcher.wait(processes, START + LIMITS["resume"])
     saved = [line["found"]["losses"] for line in launcher.lines() if line.get("part") == "save"]
     for (launch, _), size in zip(started, sizes, strict=True):
         found = [line["found"]["losses"] for line in launcher.lines(launch) if line.get("part") == "resume"]
@@ -237,7 +63,7 @@ def resume_elsewhere(launcher: Launcher, ranks: int) -> None:
 
 def kill_a_rank(launcher: Launcher, ranks: int) -> None:
     """Kills the last rank between two checkpoints with signal 9 and measures what that costs."""
-    launch, process = launcher.start(ranks, ["survive"], *RESTARTS)
+    launch, process = launcher.torchrun(ranks, ["survive"], "--max-restarts", "2")
     killed, at = 0.0, EVERY + 2
     until = time.monotonic() + min(START, launcher.left())
     while time.monotonic() < until and process.poll() is None and not killed:
@@ -245,7 +71,7 @@ def kill_a_rank(launcher: Launcher, ranks: int) -> None:
         if any(line.get("step", 0) >= at for line in launcher.lines(launch)):
             os.kill(int((launcher.options.out / f"pid-{launch}-{ranks - 1}").read_text()), signal.SIGKILL)
             killed = time.time()
-    launcher.wait(launch, process, START + LIMITS["survive"])
+    launcher.wait_torchrun(launch, process, START + LIMITS["survive"])
     lines = launcher.lines(launch)
     steps = [line for line in lines if "step" in line]
     before = max((line["step"] for line in steps if not line["restarts"]), default=0)
@@ -318,20 +144,22 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
         f"{line['measured']} on {line['ranks']}": line["found"] for line in lines if "measured" in line
     }
     found |= {f"{line['part']} on {line['ranks']}": line["found"] for line in lines if "part" in line}
-    one = found.get("weak:replica on 1", {})
     planned = {(line["planned"], line["on"]): line["gb"] for line in lines if "planned" in line}
     for name, line in found.items():
         kind, _, rest = name.partition(":")
-        if kind not in ("weak", "strong"):
+        if kind not in ("weak", "again", "strong"):
             continue
         way, _, size = rest.rpartition(" on ")
+        compiled = way.endswith(COMPILED)
+        one = found.get(f"weak:replica{COMPILED if compiled else ''} on 1", {})
         if one and int(size) == ranks:
             line["scaling"] = line["samples_per_second"] / ranks / one["samples_per_second"]
         if one.get("mfu") and int(size) == ranks:
             line["scaling_of_mfu"] = line["mfu"] / one["mfu"]
-        if kind == "weak" and (way, int(size)) in planned and line["memory_gb"]:
-            line["planned_gb"] = planned[way, int(size)]
-            line["planned_over_measured"] = line["planned_gb"] / line["memory_gb"]
+        plan = planned.get((way.removesuffix(COMPILED), int(size)))
+        if kind == "weak" and plan and line["memory_gb"]:
+            line["planned_gb"] = plan
+            line["planned_over_measured"] = plan / line["memory_gb"]
     more = [line for line in lines if not {"begin", "part", "step", "case", "measured", "planned"} & line.keys()]
     return {
         "torch": torch.__version__,
@@ -343,18 +171,34 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
     }
 
 
-def launches(ranks: int) -> tuple[list[str], list[str]]:
-    """Parts before and after the checks of small models, what says most first.
+def launches(ranks: int, cuda: bool) -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
+    """Parts on one rank, and on all before and after the checks of small models, what says most first.
 
-    Traces come last: the profiler may leave a process slower than it was.
+    Those of an inner list share processes. Each eager way has its own, in which the trace comes last, since the
+    profiler may leave a process slower than it was. Compiled ways share theirs for their graphs, and the first of them
+    is measured again in the end. Inductor takes minutes on CPU, so nothing is compiled there.
     """
+    alone = [["weak:replica"], *([[f"weak:replica{COMPILED}"]] if cuda else [])]
     if ranks == 1:
-        return ["trace:replica", "save"], []
-    every = list(ways(ranks))
-    others = [f"weak:{way}" for way in every if way not in ("replica", "bf16")]
-    waits = ["waits:bf16"] if torch.cuda.is_available() else []
-    first = ["links", "weak:bf16", "weak:replica", "layers:replica", "save", *waits, "trace:bf16"]
-    return first, [*others[:2], "strong:bf16", *others[2:], "trace:bf16 no overlap", "trace:replica"]
+        alone = [[*parts, parts[0].replace("weak", "trace")] for parts in alone]
+        return [["weak:replica", "layers:replica", "trace:replica"], *alone[1:]], [["save"]], []
+    every = ways(ranks)
+    eager = [way for way in every if not every[way].compiled and way not in ("replica", "bf16")]
+    base = f"bf16{COMPILED}"
+    # Parameters that are gathered in bfloat16 have graphs of their own, which take minutes again.
+    compiled = [way for way in every if every[way].compiled and way != base and every[way].parallel.dense.shard == 1]
+    shared = [f"weak:{base}", f"strong:{base}", *(f"weak:{way}" for way in compiled), f"again:{base}", f"trace:{base}"]
+    first = [
+        ["links"],
+        ["weak:bf16", *(["waits:bf16"] if cuda else []), "trace:bf16"],
+        *([shared] if cuda else []),
+        ["save"],
+    ]
+    rest = [["strong:bf16"], *([f"weak:{way}"] for way in eager), ["weak:replica", "layers:replica", "trace:replica"]]
+    for parts in rest:
+        if parts == ["weak:bf16 no overlap"]:
+            parts.append("trace:bf16 no overlap")
+    return alone, first, rest
 
 
 def main() -> None:
@@ -372,17 +216,24 @@ def main() -> None:
     parser.add_argument("--most_rows", type=int, default=1_000_000)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--compile", choices=get_args(Compile), default="none")
+    parser.add_argument("--compile", choices=get_args(Compile), default="parts", help="what compiled ways compile")
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
     parser.add_argument("--only", nargs="*", help="parts to run, such as equality weak:replica survive")
     values = vars(parser.parse_args())
     ranks, limit, only = values.pop("ranks"), values.pop("limit"), values.pop("only")
     options = Options(**values)
-    first, rest = launches(ranks)
-    known = dict.fromkeys(
-        ["weak:replica", "layers:replica", *first, *rest, "equality", "resume", "survive", "fully sharded"]
-    )
+    cuda = torch.cuda.is_available()
+    alone, first, rest = launches(ranks, cuda)
+    checks: dict[str, Callable[[], None]] = {
+        "equality": lambda: launcher.run(ranks, ["equality"], first_limit=60.0),
+        "resume": lambda: resume_elsewhere(launcher, ranks),
+        "survive": lambda: kill_a_rank(launcher, ranks),
+        "fully sharded": lambda: launcher.run(ranks, [f"fully sharded:{name}" for name in CASES], first_limit=30.0),
+    }
+    if not cuda or ranks == 1:
+        del checks["fully sharded"]
+    known = dict.fromkeys([part for parts in (*alone, *first, *rest) for part in parts] + [*checks, "plan"])
     if unknown := [part for part in only or [] if part not in known]:
         raise SystemExit(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(known)}")
     if options.out.is_dir() and any(options.out.iterdir()):
@@ -390,45 +241,22 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(options, limit)
 
-    def chosen(parts: list[str]) -> list[str]:
-        return [part for part in parts if not only or part in only]
+    def run(size: int, groups: list[list[str]]) -> None:
+        for parts in groups:
+            chosen = [part for part in parts if not only or part in only]
+            launcher.run(size, chosen, first_limit=COMPILING if COMPILED in "".join(chosen) else 90.0)
 
-    one = chosen(["weak:replica", *(["layers:replica"] if ranks == 1 else [])])
-    first, rest = chosen(first), chosen(rest)
-    sharded = chosen(["fully sharded"] if torch.cuda.is_available() and ranks > 1 else [])
-    sharded = [f"fully sharded:{name}" for name in CASES] if sharded else []
-    checks = {
-        "equality": lambda: launcher.run(ranks, ["equality"], first_limit=60.0),
-        "resume": lambda: resume_elsewhere(launcher, ranks),
-        "survive": lambda: kill_a_rank(launcher, ranks),
-        "fully sharded": lambda: launcher.run(ranks, sharded, first_limit=30.0),
-    }
-
-    def prepare() -> None:
-        while one and not launcher.lines() and launcher.left() > 0:  # the first imports alone, then compiles kernels
-            time.sleep(0.2)
-        launcher.prepare(ranks, first)
-        launcher.prepare(ranks, chosen(["equality"]))
-        launcher.prepare(ranks, chosen(["survive"]), *RESTARTS)
-        launcher.prepare(ranks, sharded)
-        for size, devices in fewer(ranks).items():
-            launcher.prepare(size, chosen(["resume"]), devices=devices)
-        launcher.prepare(ranks, rest)
-
-    with ProcessPoolExecutor(2, mp_context=mp.get_context("spawn")) as pool:
-        ahead = threading.Thread(target=prepare)
-        ahead.start()
-        launcher.run(1, one, first_limit=90.0)
-        ahead.join()
-        if chosen(["plan"]):
+    with ProcessPoolExecutor(2, mp_context=mp.get_context("forkserver")) as pool:
+        run(1, alone)
+        if not only or "plan" in only:
             plan_all(launcher, ranks, pool)
-        launcher.run(ranks, first, first_limit=60.0)
-        threads = [threading.Thread(target=checks[name]) for name in chosen(list(checks))]
+        run(ranks, first)
+        threads = [threading.Thread(target=checks[name]) for name in checks if not only or name in only]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        launcher.run(ranks, rest, first_limit=30.0)
+        run(ranks, rest)
         launcher.end()
         pool.shutdown(wait=launcher.left() > 0, cancel_futures=True)
     found = summary(launcher, ranks)

@@ -33,6 +33,8 @@ from foundation.training.state import TrainState
 
 BATCHES = 4
 """Different batches of a rank."""
+COMPILED = " compiled"
+"""What names of ways end with whose model is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,7 @@ class Options:
         impressions, mean, longest, sigma: as in `foundation.parallel.benchmarks.heavy_tail`.
         most_rows: no table has more.
         warm, steps: steps before measuring, and measured.
-        compile: what of the measured model is compiled, as in training; ways with experts are not.
+        compile: what ways that are compiled compile, as in training.
         pause: seconds of each step of the run whose rank is killed, so that there is time to kill it.
     """
 
@@ -67,14 +69,26 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How the measured model is spread, and whether batches are balanced."""
+    """How the measured model is spread and what its batches are.
+
+    Args:
+        parallel: sizes of the dimensions, and how things travel.
+        balance: batches hold nearly as many events as one another.
+        capped: no batch holds more events than an average one.
+        compiled: parts of the model are compiled.
+    """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     balance: bool = True
+    capped: bool = False
+    compiled: bool = False
 
 
 def ways(world: int) -> dict[str, Way]:
-    """Ways by name; `replica` is the plain one, `bf16` the same with everything rounded that may be."""
+    """Ways by name; `replica` is the plain one, `bf16` the same with everything rounded that may be.
+
+    Each is there a second time, `compiled`, but those with experts, which cannot be.
+    """
     plain = ParallelConfig()
     found = {"replica": Way()}
     if world > 1:
@@ -86,6 +100,7 @@ def ways(world: int) -> dict[str, Way]:
             "bf16": Way(parallel=bf16),
             "bf16 no overlap": Way(parallel=replace(bf16, overlap=False)),
             "bf16 unbalanced": Way(parallel=bf16, balance=False),
+            "bf16 capped": Way(parallel=bf16, capped=True),
             **fp8,
             "shard": Way(parallel=replace(bf16, dense=DenseSizes(shard=world, wire="bf16"))),
             "table replicas": Way(parallel=replace(bf16, sparse=SparseSizes(replicas=2, wire="bf16"))),
@@ -94,7 +109,8 @@ def ways(world: int) -> dict[str, Way]:
         }
         if cuda:
             found["bf16 gradients"] = Way(parallel=replace(plain, dense=gradients))
-    return found
+    whole = {name: way for name, way in found.items() if way.parallel.dense.expert == 1}
+    return found | {f"{name}{COMPILED}": replace(way, compiled=True) for name, way in whole.items()}
 
 
 class Bench:
@@ -119,7 +135,8 @@ class Bench:
             longest=options.longest,
             sigma=options.sigma,
         )
-        own = heavy_batches(shape, schema, rows, BATCHES, dist.get_rank(), balance=way.balance)
+        most = requests * options.mean if way.capped else 0
+        own = heavy_batches(shape, schema, rows, BATCHES, dist.get_rank(), balance=way.balance, most_events=most)
         torch.manual_seed(0)
         with device:  # the same numbers on every device of a kind, and much sooner
             model = GEM(model_config(options.preset), schema, rows)
@@ -130,7 +147,7 @@ class Bench:
         self.state = TrainState.of(spread, DenseConfig(), EMAConfig(decay=0.0))
         self.batches = [batch.to(device) for batch in own]
         self.state.model.train()
-        if way.parallel.dense.expert == 1:
+        if way.compiled:
             compile_regions(model, options.compile)
         self.done = 0
         self.loss = float("nan")

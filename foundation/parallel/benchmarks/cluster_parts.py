@@ -1,4 +1,4 @@
-"""What `foundation.parallel.benchmarks.cluster` measures: its parts, run on every rank by `torchrun`.
+"""What `foundation.parallel.benchmarks.cluster` measures: its parts, run on every rank.
 
 A part is a line of the results when it begins and lines of what was found, so that what hangs is known by name and the
 rest is kept.
@@ -33,8 +33,14 @@ from foundation.training.checkpoint_files import find_checkpoint, read_manifest,
 from foundation.training.peaks import device_peak
 from foundation.training.state import TrainState
 
+TRACED = BATCHES
+"""Steps of a trace."""
 SAVED, TRAINED, EVERY = 4, 10, 3
 """Steps until a checkpoint and in all where runs go on elsewhere; steps between checkpoints where a rank is killed."""
+
+
+UNREDUCED = ("replica", "bf16", "bf16 compiled")
+"""Ways of which steps without reduced gradients are measured too."""
 
 
 class Rank:
@@ -68,8 +74,8 @@ class Rank:
             found = self.equality()
         elif kind == "links":
             found = self.links()
-        elif kind in ("weak", "strong"):
-            found = self.speed(which, strong=kind == "strong")
+        elif kind in ("weak", "again", "strong"):
+            found = self.speed(which, kind)
         elif kind == "layers":
             found = self.layers(which)
         elif kind == "waits":
@@ -118,9 +124,9 @@ class Rank:
             found[f"{name} GB/s"] = times * 4 * sent.numel() / sorted(seconds)[2] / 1e9
         return found
 
-    def speed(self, which: str, strong: bool = False) -> dict[str, Any]:
+    def speed(self, which: str, kind: str) -> dict[str, Any]:
         """Steps per second; batches are on the device already."""
-        bench = self._built(which, strong=strong)
+        bench = self._built(which, strong=kind == "strong")
         bench.steps(self.options.warm)
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -139,9 +145,9 @@ class Rank:
             "held_before_gb": most(bench.held / 1e9, self.device),
             "loss": bench.loss,
         }
-        self.tell(measured=f"{'strong' if strong else 'weak'}:{which}", found=found)
+        self.tell(measured=f"{kind}:{which}", found=found)
         few = max(1, count // 2)
-        unreduced = bench.unreduced(few) if which in ("replica", "bf16") and not strong else None
+        unreduced = bench.unreduced(few) if kind == "weak" and which in UNREDUCED else None
         if unreduced is not None:
             found["step_ms_gradients_unreduced"] = unreduced / few * 1e3
         return found
@@ -153,21 +159,22 @@ class Rank:
         return bench.layers()
 
     def trace(self, which: str) -> dict[str, Any]:
-        """Exposed communication of two steps, means over ranks, and a picture of the second."""
+        """Exposed communication of some steps, means over ranks, and a picture of the last."""
         bench = self._built(which)
         bench.steps(BATCHES, last=False)
         # Watching the host slows it, so what the device hides is read from a trace of the device alone.
-        device = exposure(self._profiled(bench, ProfilerActivity.CUDA)) if self.cuda else None
+        device = self._profiled(bench, ProfilerActivity.CUDA) if self.cuda else None
         trace = self._profiled(bench, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else []))
         found = exposure(trace)
         if device is not None:
+            alone = exposure(device)
             seen = ("seconds", "computing", "communicating", "exposed")
-            found = replace(found, **{name: getattr(device, name) for name in seen})
-        if self.rank == 0:
-            starts = [span.start for span in trace.ranges if span.name == "dense forward"]
-            ends = [span.end for span in (*trace.ranges, *trace.compute, *trace.communication)]
-            svg = picture(trace, starts[-1], max(ends))
-            (self.options.out / f"trace-{which.replace(' ', '-')}.svg").write_text(svg)
+            found = replace(found, **{name: getattr(alone, name) for name in seen})
+            end = max(span.end for span in (*device.compute, *device.communication))
+            self._draw(f"{which} device", device, end - alone.seconds / TRACED, end)
+        starts = [span.start for span in trace.ranges if span.name == "dense forward"]
+        ends = [span.end for span in (*trace.ranges, *trace.compute, *trace.communication)]
+        self._draw(which, trace, starts[-1], max(ends))
         share = found.share if found.share is not None else float("nan")
         return {
             **asdict(found),
@@ -176,10 +183,15 @@ class Rank:
             "seconds_mean": total(found.seconds, self.device) / self.world,
         }
 
+    def _draw(self, name: str, trace: Trace, start: float, end: float) -> None:
+        """A picture of a stretch of a trace, from rank 0."""
+        if self.rank == 0:
+            (self.options.out / f"trace-{name.replace(' ', '-')}.svg").write_text(picture(trace, start, end))
+
     def _profiled(self, bench: Bench, *activities: ProfilerActivity) -> Trace:
-        """A trace of two steps; the profiler may leave the process slower than it was."""
+        """A trace of some steps; the profiler may leave the process slower than it was."""
         with profile(activities=activities) as profiler:
-            bench.steps(2, last=False)
+            bench.steps(TRACED, last=False)
         path = Path(f"/tmp/trace-{os.getpid()}.json")
         profiler.export_chrome_trace(str(path))
         trace = Trace.load(path)
@@ -245,6 +257,23 @@ class Rank:
         return mean_loss(loss)
 
 
+def work(options: Options, launch: int, parts: list[str]) -> None:
+    """Joins the other ranks, as the environment tells, and runs parts in order."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        torch.set_num_threads(1)
+    join_ranks("nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=180))
+    (options.out / f"pid-{launch}-{dist.get_rank()}").write_text(str(os.getpid()))
+    rank = Rank(options, launch)
+    for part in parts:
+        rank.tell(begin=part)
+        rank.run(part)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Runs the parts that are named, in order."""
     parser = argparse.ArgumentParser()
@@ -253,24 +282,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+")
     arguments = parser.parse_args()
     values = json.loads(arguments.options)
-    options = Options(**{**values, "out": Path(values["out"])})
-    while not (
-        options.out / f"go-{arguments.launch}"
-    ).exists():  # all is imported: what is measured need not wait for it
-        time.sleep(0.05)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.backends.cuda.matmul.allow_tf32 = False
-    else:
-        torch.set_num_threads(1)
-    join_ranks("nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=180))
-    (options.out / f"pid-{arguments.launch}-{dist.get_rank()}").write_text(str(os.getpid()))
-    rank = Rank(options, arguments.launch)
-    for part in arguments.parts:
-        rank.tell(begin=part)
-        rank.run(part)
-    dist.barrier()
-    dist.destroy_process_group()
+    work(Options(**{**values, "out": Path(values["out"])}), arguments.launch, arguments.parts)
 
 
 if __name__ == "__main__":
