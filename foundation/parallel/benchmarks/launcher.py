@@ -88,7 +88,7 @@ class Launcher:
     def start(self, ranks: int, parts: list[str], first_gpu: int = 0) -> tuple[int, list[BaseProcess]]:
         """Starts ranks for some parts, on GPUs from that one on."""
         launch, port, seen = self._next(), _free_port(), gpus()
-        processes = []
+        processes: list[BaseProcess] = []
         for rank in range(ranks):
             values = {
                 "RANK": rank,

@@ -22,6 +22,16 @@ def test_balanced_batches_of_ranks_are_nearly_equal_and_others_are_not() -> None
     assert heaviest(True) < 1.03 < 1.1 < heaviest(False)
 
 
+def test_capped_batches_are_as_balanced_and_none_is_heavier_than_the_mean() -> None:
+    most = SHAPE.requests * SHAPE.mean
+    capped = events_of_batches(SHAPE, 60, 0, balance=True, most_events=most)
+    whole = events_of_batches(SHAPE, 60, 0, balance=True)
+    events = np.array([own.sum() for own in capped])
+    assert max(np.rint(own).sum() for own in capped) <= most < max(own.sum() for own in whole)
+    assert events.max() < 1.05 * events.mean() and events.mean() > 0.9 * most
+    assert max(len(own) for own in capped) <= SHAPE.requests
+
+
 @pytest.mark.parametrize("balance", [True, False])
 def test_batches_have_the_requests_and_on_average_the_events_that_are_asked_for(balance: bool) -> None:
     found = events_of_batches(SHAPE, 64, 0, balance=balance)

@@ -133,7 +133,8 @@ def precision() -> dict[str, Any]:
     with pytest.raises(ValueError, match="bf16 needs CUDA where the dense part is replicated"):
         equality._spread(Case(parallel=ParallelConfig(dense=DenseSizes(wire="bf16")), plan="row-wise"), CPU)
     compiled = Case(parallel=ParallelConfig(dense=cases["shard"]), plan="mixed", compile="layers", again=True)
-    found["compiled"] = equality.check(compiled, 3, CPU, {}).equal
+    parts = Case(parallel=ParallelConfig(), plan="mixed", compile="parts")
+    found["compiled"] = [equality.check(case, 3, CPU, {}).equal for case in (compiled, parts)]
     return found
 
 
@@ -162,7 +163,7 @@ def test_parameters_gathered_in_bf16_and_activations_computed_again(tmp_path: Pa
         for name in ("shard", "expert"):
             weight, loss = found[f"{name} wire"]
             assert 0.0 < weight <= 3 * equality.DENSE.lr * 4 * BF16 and loss <= 4 * BF16
-            assert found[f"{name} again"] and found["compiled"]
+            assert found[f"{name} again"] and found["compiled"] == [True, True]
             assert found[name] == pytest.approx(found["replica"], rel=4 * BF16)
             assert found[name] != found["replica"]
 
