@@ -255,23 +255,22 @@ class _Counter:
 def pairs(config: SequenceConfig, lengths: np.ndarray) -> float:
     """Pairs of events that self-attention compares, over sequences of these lengths."""
     n = lengths.astype(np.float64)
-    if config.attention == "window":
-        reach = np.minimum(config.window, n - 1)
-        return float((n * (2 * reach + 1) - reach * (reach + 1)).sum())
     if config.attention == "block":
         return float(((n // 64) * 64**2 + (n % 64) ** 2).sum())
-    return float((n**2).sum())
+    reach = np.minimum(config.window, n - 1) if config.attention == "window" else n - 1
+    before = (n * reach - reach * (reach + 1) / 2).sum()
+    return float(n.sum() + (1 if config.causal else 2) * before)
 
 
 def _jagged_attention(q: Any, k: Any, v: Any, q_offsets: Any, kv_offsets: Any, *rest: Any, out_val: Any) -> float:
     causal, window = rest[1], rest[2]
-    assert not causal
     keys = kv_offsets.diff().cpu().numpy()
     queries = np.full_like(keys, q.shape[0]) if q_offsets is None else q_offsets.diff().cpu().numpy()
     seen = float((queries * keys).sum())
-    if window >= 0:
+    if causal or window >= 0:
         assert (queries == keys).all()
-        seen = pairs(SequenceConfig(attention="window", window=window), keys)
+        config = SequenceConfig(attention="full" if window < 0 else "window", window=max(window, 0), causal=causal)
+        seen = pairs(config, keys)
     return 2.0 * seen * q.shape[1] * (q.shape[2] + v.shape[2])
 
 

@@ -39,6 +39,7 @@ class SequenceConfig:
         attention: self-attention over all events (``full``), over a ``window`` on each side, inside blocks of 64
             consecutive events counted from the oldest (``block``), or none.
         window: events on each side.
+        causal: an event sees itself and those before it; CLS tokens, which stand behind the events, see all of them.
         rotary: rotate queries and keys by the event's place, by its time gap, or half by each (ROTE of Kunlun).
         norm: ``pre``, normalise what each half reads; ``post``, what it leaves.
         qk_norm: root-mean-square norm of queries and keys, head by head, with a learned scale; in both halves.
@@ -52,6 +53,7 @@ class SequenceConfig:
     activation: str = "silu"
     attention: Literal["full", "window", "block", "none"] = "full"
     window: int = 32
+    causal: bool = False
     rotary: Literal["none", "position", "time", "both"] = "none"
     norm: Literal["pre", "post"] = "pre"
     qk_norm: bool = False
@@ -66,6 +68,8 @@ class SequenceConfig:
             raise ValueError(f"sequence.activation: must be one of {known}, got {self.activation!r}")
         if self.attention not in ("full", "window", "block", "none"):
             raise ValueError(f"sequence.attention: must be full, window, block or none, got {self.attention!r}")
+        if self.causal and self.attention == "block":
+            raise ValueError("sequence.causal: blocks of events are seen as a whole; choose attention full or window")
         if self.rotary not in ("none", "position", "time", "both"):
             raise ValueError(f"sequence.rotary: must be none, position, time or both, got {self.rotary!r}")
         if self.norm not in ("pre", "post"):
@@ -151,6 +155,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"sequence.heads: width {width} is no multiple of {config.heads}")
         self.heads, self.pre, self.block = config.heads, config.norm == "pre", config.attention == "block"
         self.window = config.window if config.attention == "window" else None
+        self.causal = config.causal
         self.norm = LayerNorm(width, bias=bias)
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
@@ -176,7 +181,7 @@ class SelfAttention(nn.Module):
             if self.rotary is not None:
                 angles = self.rotary.of_events(events)
                 q, k = angles.rotate(q), angles.rotate(k)
-            out = jagged_attention(q.to(v.dtype), k, v, offsets, offsets, window=self.window)
+            out = jagged_attention(q.to(v.dtype), k, v, offsets, offsets, causal=self.causal, window=self.window)
         values = events.values + self.dropout(self.out(out.reshape(total, width)))
         return values if self.pre else self.norm(values)
 

@@ -39,20 +39,25 @@ def test_the_operators_count_what_their_references_compute() -> None:
         jagged_attention.forward(q, q, q, offsets, offsets, 1.0, False, -1)
     want = formulas[torch.ops.opengem.jagged_attention](q, q, q, offsets, offsets, 1.0, False, -1, out_val=None)
     assert counter.get_total_flops() == want
+    causal = formulas[torch.ops.opengem.jagged_attention](q, q, q, offsets, offsets, 1.0, True, -1, out_val=None)
+    lengths = offsets.diff()
+    assert causal * 2 == want * int((lengths * (lengths + 1)).sum()) / int((lengths**2).sum())
     with FlopCounterMode(display=False) as counter:
         gdpa.forward(q, dense, dense, offsets, None, "silu", 1.0, 1.0, -1)
     assert counter.get_total_flops() == formulas[torch.ops.opengem.gdpa](q, dense, dense, offsets, None, out_val=None)
 
 
-@pytest.mark.parametrize("attention", ["full", "window", "block"])
-def test_pairs(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "causal"), [("full", False), ("full", True), ("window", False), ("window", True), ("block", False)]
+)
+def test_pairs(attention: str, causal: bool) -> None:
     lengths = torch.tensor([0, 1, 3, 64, 130])
-    got = pairs(SequenceConfig(attention=attention, window=2), lengths.numpy())  # type: ignore[arg-type]
+    got = pairs(SequenceConfig(attention=attention, window=2, causal=causal), lengths.numpy())  # type: ignore[arg-type]
     want = 0
     for length in lengths.tolist():
         i, j = torch.arange(length)[:, None], torch.arange(length)
         sees = {"full": i >= 0 * j, "window": (i - j).abs() <= 2, "block": i // 64 == j // 64}[attention]
-        want += int((sees & (j >= 0)).sum())
+        want += int((sees & ((j <= i) if causal else (j >= 0))).sum())
     assert got == want
 
 

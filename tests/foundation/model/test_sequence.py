@@ -108,10 +108,20 @@ def test_window_limits_what_an_event_sees() -> None:
     events, summaries = make_events([6]), torch.randn(1, SUMMARIES, WIDTH)
     before = arm(events, summaries).values
     values = events.values.clone()
-    values[5] += 1.0
+    values[5, 0] += 1.0
     after = arm(events._replace(values=values), summaries).values
     assert torch.equal(before[:4], after[:4])
     assert not torch.equal(before[4], after[4])
+
+
+@pytest.mark.parametrize("attention", ["full", "window"])
+def test_causal_attention_sees_what_was_before(attention: str) -> None:
+    config = SequenceConfig(attention=attention, window=2, causal=True, kv_per_summary=0)  # type: ignore[arg-type]
+    arm, events = SequenceArm(config, WIDTH), make_events([6])
+    changed = events.values.clone()
+    changed[2, 0] += 1.0  # all alike would be taken away by the norm
+    moved = (arm(events, None).values != arm(events._replace(values=changed), None).values).any(1)
+    assert moved.tolist() == [False, False, True, True, True, attention == "full"]
 
 
 def test_rotary_products_depend_on_differences_only() -> None:
@@ -182,6 +192,7 @@ def test_feature_summary(hidden: int) -> None:
         ({"attention": "causal"}, "attention"),
         ({"rotary": "yes"}, "rotary"),
         ({"window": -1}, "window"),
+        ({"attention": "block", "causal": True}, "causal"),
         ({"norm": "sandwich"}, "norm"),
         ({"dropout": 1.0}, "dropout"),
     ],
