@@ -32,6 +32,7 @@ from foundation.parallel.plan import (
 )
 from foundation.parallel.ranges import FORWARD, GRADIENT_REDUCE
 from foundation.parallel.recat import remember_permutations
+from foundation.parallel.replica_parts import ReplicaParts
 from foundation.parallel.tables import TableReplicas, load_tables, table_momentum
 from foundation.parallel.topology import Layout, ParallelConfig, Topology, layout
 from foundation.parallel.wire import codecs
@@ -44,6 +45,7 @@ class ParallelModel(DistributedModelParallel):
         layout: its groups of ranks.
         momentum_scale: what AdaGrad's sums of squares are divided by.
         replicas: averages the tables of replica groups; None where there is one group.
+        parts: of rows that replicas keep where tables are fully sharded; None where they keep all.
         lookups: of the tables.
     """
 
@@ -51,6 +53,7 @@ class ParallelModel(DistributedModelParallel):
     lookups: Lookups
     momentum_scale: float = 1.0
     replicas: TableReplicas | None = None
+    parts: ReplicaParts | None = None
     _sync_every: int = 1
     _unsynced: int = 0
 
@@ -66,14 +69,27 @@ class ParallelModel(DistributedModelParallel):
         """
         self._unsynced += 1
         if self._unsynced >= self._sync_every:
-            self.settle_tables()
+            self._average()
 
     def settle_tables(self) -> None:
-        """Makes replica groups equal, if they are not; a collective call.
+        """Makes replica groups equal and tables whole, if they are not; a collective call.
 
-        To be called before tables are read from outside of a step.
+        To be called before tables are evaluated or saved.
         """
-        if self.replicas is not None and self._unsynced:
+        if self._unsynced:
+            self._average()
+        self.gather_tables()
+
+    def gather_tables(self) -> None:
+        """Makes tables whole where replicas keep parts; a collective call.
+
+        To be called before tables are read or written from outside of a step. The next lookup lets them go again.
+        """
+        if self.parts is not None:
+            self.parts.gather()
+
+    def _average(self) -> None:
+        if self.replicas is not None:
             with record_function(GRADIENT_REDUCE):
                 self.replicas.average()
         self._unsynced = 0
@@ -158,7 +174,8 @@ def parallelize(
     reset_momentum(spread, sparse)
     spread.to(device)
     if isinstance(env, ShardingEnv2D):
-        spread.replicas = TableReplicas(spread, env.replica_pg)
+        spread.replicas = TableReplicas(spread, env.replica_pg, rows=not config.sparse.fully_sharded)
+        spread.parts = ReplicaParts(spread, env.replica_pg) if config.sparse.fully_sharded else None
         spread._sync_every = config.sparse.sync_every
 
     expert_mesh = _expert_mesh(groups, device)

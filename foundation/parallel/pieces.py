@@ -152,6 +152,8 @@ def spread(value: Any, groups: tuple[int, int] | None = None) -> Spread:
         first, count = groups
         size = (count, *size[1:])
         held = [((offset[0] + first, *offset[1:]), tensor) for offset, tensor in held]
+    for _, tensor in held:
+        assert not tensor.numel() or tensor.untyped_storage().nbytes(), "rows were let go; call gather_tables before"
     return Sharded(size, tuple(Piece(offset, tensor) for offset, tensor in held if tensor.numel()), copies)
 
 

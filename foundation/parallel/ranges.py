@@ -12,6 +12,8 @@ SPARSE_WAIT: Final = "sparse dist wait"
 """A lookup waits until ids have come from all ranks."""
 LOOKUP: Final = "lookup"
 """Rows are read, and start on their way back."""
+ROWS_GATHER: Final = "rows gather"
+"""Replicas that keep parts of their rows put them together."""
 ROWS_WAIT: Final = "all-to-all wait"
 """The dense part waits for rows."""
 FORWARD: Final = "dense forward"
@@ -27,6 +29,7 @@ RANGES: Final = (
     SPARSE_DIST,
     SPARSE_WAIT,
     LOOKUP,
+    ROWS_GATHER,
     ROWS_WAIT,
     FORWARD,
     BACKWARD,

@@ -101,14 +101,15 @@ class TableReplicas:
     Args:
         model: whose shards lie where they will stay.
         group: ranks that hold the same rows.
+        rows: False where something else averages the rows.
     """
 
-    def __init__(self, model: DistributedModelParallel, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: DistributedModelParallel, group: dist.ProcessGroup, rows: bool = True) -> None:
         self._group, self._size = group, dist.get_world_size(group)
         self._mean = dist.get_backend(group) == "nccl"  # Gloo only sums
         self._tensors = [
             shard.tensor
-            for tables in (table_weights(model), table_momentum(model))
+            for tables in (table_weights(model) if rows else {}, table_momentum(model))
             for _, table in sorted(tables.items())
             for shard in table.pieces
         ]

@@ -136,6 +136,8 @@ class SparseSizes:
         scale_momentum: divide AdaGrad's sums by the number of replica groups when a rate is computed. They grow that
             much faster when each group squares the gradient of its own part of the batch (arXiv 2508.03854).
         wire: how rows and their gradients travel between ranks: fp32, or rounded to bf16 or fp8 (CUDA only).
+        fully_sharded: replicas keep a part of their rows each, and put them together for lookup and update: less memory
+            while activations are there, for half as much traffic again; the same numbers.
         sync_every: average replicas after so many steps, and before an evaluation or a checkpoint. Above 1 replicas
             differ in between, so that results depend on how many there are.
     """
@@ -145,11 +147,17 @@ class SparseSizes:
     neighbours: Literal["auto", "group", "replicas"] = "auto"
     scale_momentum: bool = True
     wire: Wire = "fp32"
+    fully_sharded: bool = False
     sync_every: int = 1
 
     def __post_init__(self) -> None:
         if self.sync_every < 1:
             raise ValueError(f"parallel.sparse.sync_every: must be at least 1, got {self.sync_every}")
+        if self.fully_sharded and self.sync_every > 1:
+            raise ValueError(
+                f"parallel.sparse.sync_every: {self.sync_every} with fully_sharded, whose replicas put rows together "
+                "from their parts in every step; set one of them only"
+            )
         for key in ("replicas", "shard"):
             if getattr(self, key) < 0:
                 raise ValueError(f"parallel.sparse.{key}: must not be negative, got {getattr(self, key)}")
@@ -278,6 +286,11 @@ def layout(config: ParallelConfig, topology: Topology) -> Layout:
         )
     replicas = sparse.replicas or (max(1, world // sparse.shard) if sparse.shard else topology.zones)
     size = sparse.shard or max(1, world // replicas)
+    if sparse.fully_sharded and replicas == 1:
+        raise ValueError(
+            "parallel.sparse.fully_sharded: there is one group, so no replica that could keep a part; set "
+            "parallel.sparse.replicas to 2 or more"
+        )
     if replicas * size != world:
         raise ValueError(
             f"parallel.sparse: replicas {replicas} x shard {size} = {replicas * size}, but there are {world} ranks "

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from foundation.parallel.parallelize import ParallelModel
 from foundation.parallel.pieces import Spread, clone, local_shards
 from foundation.parallel.tables import dense_tensors, table_weights
 
@@ -44,9 +44,9 @@ class EMA:
         config: with `decay` above 0.
     """
 
-    def __init__(self, model: DistributedModelParallel, config: EMAConfig) -> None:
+    def __init__(self, model: ParallelModel, config: EMAConfig) -> None:
         assert config.decay > 0
-        self._config = config
+        self._model, self._config = model, config
         weights: dict[str, Spread] = dense_tensors(model)
         self._table_names: set[str] = set()
         if config.tables:
@@ -62,10 +62,12 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Moves the averages towards the weights after step number `step` (1 for the first)."""
+        """Moves the averages towards the weights after step number `step` (1 for the first); a collective call."""
         every = self._config.every
         if step % every:
             return
+        if self._table_names:
+            self._model.gather_tables()
         decay = self._config.decay**every
         if self._config.warm_up:
             updates = step // every

@@ -188,6 +188,7 @@ class Loop:
             self.reader.set_epoch(progress.epoch)
             length = len(self.reader)
             if self.reset_tables and progress.epoch and not progress.epoch_step:
+                self.state.model.gather_tables()
                 self.reset_tables(self.state, progress.epoch)
             stream = self.state.model.lookups.stream
             batches = device_batches(self.reader, self.fabric.device, self.flops, ahead=self.overlap, copies=stream)
@@ -283,6 +284,7 @@ class Loop:
         progress = self.state.progress
         progress.skipped += 1
         progress.skipped_in_a_row += 1
+        self.state.model.gather_tables()
         found = culprits_of_all(outcome.batch, self.reader.dataset.schema, self.state.model)
         text = f"the {what} not finite, the step is skipped; not finite: {found}"
         self.log.note("skipped", outcome.step, text)

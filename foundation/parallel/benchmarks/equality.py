@@ -1,6 +1,6 @@
 """Does every way of spreading a model compute what one process computes, and how long does a step take?
 
-    torchrun --nproc_per_node 2 -m foundation.parallel.benchmarks.equality [--device cpu] [--steps 4] [--out FILE]
+    torchrun --nproc_per_node 2 -m foundation.parallel.benchmarks.equality [--device cpu] [--steps 4] [--only TEXT]
 
 Each line of the table is one combination of the five dimensions with a placement of the tables. The same batches, dealt
 unevenly to ranks (one rank gets nothing in the last step), are trained on by all ranks and by one process; the table
@@ -90,6 +90,7 @@ class Case:
         return (
             f"replica {found.replica} shard {found.shard} expert {found.expert}, "
             f"table replicas {found.table_replicas} shard {found.table_shard}, {self.plan}"
+            + (", fully sharded" if self.parallel.sparse.fully_sharded else "")
             + (f", averaged every {every} steps" if (every := self.parallel.sparse.sync_every) > 1 else "")
             + ("" if self.compile == "none" else f", compile {self.compile}")
             + (", recomputed" if self.again else "")
@@ -128,6 +129,7 @@ def cases(world: int) -> list[Case]:
         if world == 2:
             pairs += [
                 (dense[-1], SparseSizes(replicas=2, sync_every=2)),
+                (dense[-1], SparseSizes(replicas=2, fully_sharded=True)),
             ]
     else:
         pairs = [(d, SparseSizes(replicas=2)) for d in dense]
@@ -135,6 +137,12 @@ def cases(world: int) -> list[Case]:
     every = [
         Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
     ]
+    if world > 2:
+        parts = [SparseSizes(replicas=count, fully_sharded=True) for count in (2, world)]
+        every += [
+            Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plan)
+            for d, s, plan in zip(dense, parts, ("mixed", "row-wise"), strict=False)
+        ]
     if world > len(SIZES.table_rows):  # a rank without a table
         every.append(Case(parallel=ParallelConfig(dense=dense[-1], sparse=sparse[0]), plan="table-wise"))
     return every
@@ -229,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--only", default="", help="combinations with this text in their names")
     parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -240,13 +249,13 @@ def main() -> None:
     world = dist.get_world_size()
     references: dict[str, Trained] = {}
     lines = []
-    for case in cases(world):
+    for case in (case for case in cases(world) if options.only in case.name(world)):
         found = check(case, options.steps, device, references)
         lines.append({"case": case.name(world), **{f: getattr(found, f) for f in found.__slots__}})
         if dist.get_rank() == 0:
             verdict = "equal" if found.equal else "DIFFERS"
             print(
-                f"{case.name(world):<72} loss {found.loss:.1e}  weight {found.weight:.1e}  state {found.state:.1e}  "
+                f"{case.name(world):<80} loss {found.loss:.1e}  weight {found.weight:.1e}  state {found.state:.1e}  "
                 f"{verdict}  {found.step_ms:7.1f} ms",
                 flush=True,
             )

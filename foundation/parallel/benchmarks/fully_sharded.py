@@ -1,17 +1,28 @@
-"""What TorchRec's fully sharded 2D tables compute, beside plain 2D tables in one process. CUDA only.
+"""Table replicas whole, fully sharded, and fully sharded by TorchRec: memory and time of a step, and what is computed.
 
-    torchrun --nproc_per_node 4 -m foundation.parallel.benchmarks.fully_sharded
+    torchrun --nproc_per_node 2 -m foundation.parallel.benchmarks.fully_sharded [--preset tiny moderate] [--out FILE]
 
-`ShardingStrategy.FULLY_SHARDED` keeps a part of a replica's rows alone between forward and backward pass, and averages
-replicas on the way there. Trained are two table groups on the batches of `equality`: as TorchRec does it, and with rows
-and AdaGrad's sums averaged after every step too, as without the strategy. Printed are the largest differences of
-losses, rows and sums to one process that simulates the groups, and of rows between the groups.
+Every rank is a replica of tables that are large beside the rest of the preset, and trains on batches of its own. For
+each way it prints the GB that a step holds at most, behind the forward pass and between steps, what replicas let go of
+their rows, the time of a step, and by how much losses differ from those of whole replicas. The command fails if those
+of the project's way do, or if another number of bytes is let go than the parts of the others.
+
+`compare` says what TorchRec's strategy `ShardingStrategy.FULLY_SHARDED`, which is for CUDA only, computes: two table
+groups on the batches of `equality`, as TorchRec does it, and with rows and AdaGrad's sums averaged after every step
+too, as without the strategy. Its numbers are the largest differences of losses, rows and sums to one process that
+simulates the groups, and of rows between the groups.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,15 +31,27 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv2D, ShardingStrategy
 
 from foundation.data.batch import Batch
+from foundation.model.gem import GEM
 from foundation.parallel import parallelize as spreading
 from foundation.parallel.benchmarks import equality
+from foundation.parallel.benchmarks.over_ranks import most, wait
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
+from foundation.parallel.benchmarks.scaling import PRESETS, Preset
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
+from foundation.parallel.draw import draw_tables
 from foundation.parallel.join import join_ranks
+from foundation.parallel.plan import SparseConfig
 from foundation.parallel.tables import table_momentum, table_weights
-from foundation.parallel.topology import ParallelConfig, SparseSizes
+from foundation.parallel.topology import ParallelConfig, SparseSizes, Topology
+from foundation.training.ema import EMAConfig
+from foundation.training.optimizer import DenseConfig
+from foundation.training.state import TrainState
 
 STEPS = 6
+ROWS = {"moderate": 16_000_000, "tiny": 1_000_000}
+"""Of the tables of users and items in each preset."""
+ROUNDED = 4 << 20
+"""Bytes by which the allocator may round what is let go."""
 
 
 class _FullySharded(ShardingEnv2D):
@@ -96,17 +119,157 @@ def compare(device: torch.device, *, averaged: bool, steps: int = STEPS, evaluat
     }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a way of holding replicas costs; bytes of the fullest rank.
+
+    Args:
+        rows: of all tables.
+        peak, reserved: most that tensors took in a step, and that the allocator took for them.
+        forward, between: what tensors take behind the forward pass and between steps.
+        let_go: of rows, between steps; by what the device's memory says, on CPU by the sizes of the tensors.
+        step_ms: time of a step.
+        losses: of all steps.
+    """
+
+    rows: int
+    peak: int
+    reserved: int
+    forward: int
+    between: int
+    let_go: int
+    step_ms: float
+    losses: list[float]
+
+    def differs(self, other: Found) -> float:
+        """Largest difference of a loss."""
+        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
+    def describe(self, whole: Found) -> str:
+        """In words."""
+        gb = {key: f"{getattr(self, key) / 1e9:.3f}" for key in ("rows", "peak", "reserved", "forward", "between")}
+        return (
+            f"rows {gb['rows']} GB, peak {gb['peak']} GB (reserved {gb['reserved']}), behind the forward pass "
+            f"{gb['forward']}, between steps {gb['between']}, let go {self.let_go / 1e9:.3f}, step {self.step_ms:.1f} "
+            f"ms, losses differ by {self.differs(whole):.1e}"
+        )
+
+
+def measure(preset: Preset, way: str, warm: int, steps: int, device: torch.device) -> Found:
+    """Trains with whole replicas, `fully sharded` ones, or `TorchRec`'s; a collective call."""
+    world, cuda = dist.get_world_size(), device.type == "cuda"
+    before = _allocated(device)
+    schema = preset.sizes.schema()
+    torch.manual_seed(0)
+    model = GEM(preset.model, schema, preset.sizes.table_rows, torch.device("meta"))
+    sparse = SparseSizes(replicas=world, fully_sharded=way == "fully sharded")
+    theirs = mock.patch.object(spreading, "ShardingEnv2D", _FullySharded) if way == "TorchRec" else nullcontext()
+    with theirs:
+        spread = spreading.parallelize(
+            model, SparseConfig(), device, ParallelConfig(sparse=sparse), Topology(gpus_per_host=world)
+        )
+    if way == "TorchRec":
+        spread.replicas = None
+    draw_tables(spread, model.embeddings.std_of, seed=0)
+    state = TrainState.of(spread, DenseConfig(), EMAConfig())
+    rows = sum(p.tensor.nbytes for table in table_weights(spread).values() for p in table.pieces)
+    encoded = [random_batch(preset.sizes, seed=1000 * dist.get_rank() + i) for i in range(4)]
+    batches = [Batch.from_encoded(one, schema, device) for one in encoded]
+    forward = 0
+
+    def looked_up(*_: Any) -> None:
+        nonlocal forward
+        forward = max(forward, _allocated(device))
+
+    spread.module.register_forward_hook(looked_up)
+    losses = []
+
+    def run(first: int, count: int) -> float:
+        wait(device)
+        start = time.perf_counter()
+        for step in range(first, first + count):
+            following = batches[(step + 1) % 4] if step + 1 < warm + steps else None
+            losses.append(train_step(state, batches[step % 4], following, lambda: _autocast(preset, device)))
+        wait(device)
+        return (time.perf_counter() - start) / count * 1e3
+
+    run(0, warm)
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step_ms = run(warm, steps)
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    reserved = torch.cuda.max_memory_reserved() if cuda else 0
+    between, let_go = _allocated(device), 0
+    if spread.parts is not None:
+        let_go = rows - spread.parts.held
+        spread.gather_tables()
+        let_go = _allocated(device) - between if cuda else let_go
+    return Found(
+        rows=rows,
+        peak=int(most(peak, device)),
+        reserved=int(most(reserved, device)),
+        forward=int(most(forward - before, device)),
+        between=int(most(between - before, device)),
+        let_go=int(most(let_go, device)),
+        step_ms=step_ms,
+        losses=[mean_loss(loss) for loss in losses],
+    )
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def _autocast(preset: Preset, device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, torch.bfloat16) if preset.autocast else nullcontext()
+
+
 def main() -> None:
     """Prints a line for each way."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    join_ranks("nccl")
-    for name, options in CASES.items():
-        found = compare(device, **options)
-        if dist.get_rank() == 0:
-            print(json.dumps({"fully sharded": name, **found}), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--preset", choices=tuple(ROWS), nargs="+", default=["moderate"])
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--out", type=Path, help="write what was found as JSON")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    join_ranks("nccl" if device.type == "cuda" else "gloo")
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    values, wrong = {}, []
+    for name in options.preset:
+        preset, rows = PRESETS[name], ROWS[name]
+        preset = replace(preset, sizes=replace(preset.sizes, users=rows, items=rows))
+        found: dict[str, Found] = {}
+        for way in ("whole", "fully sharded", *(["TorchRec"] if device.type == "cuda" else [])):
+            found[way] = measure(preset, way, options.warm, options.steps, device)
+            gc.collect()
+            if first:
+                print(f"{name}, {way}: {found[way].describe(found['whole'])}", flush=True)
+        wrong += [f"{name}: {why}" for why in _wrong(found, world, preset)]
+        values[name] = {way: {key: getattr(one, key) for key in one.__slots__} for way, one in found.items()}
+        if first and options.out:
+            options.out.write_text(json.dumps(values, indent=1))
     dist.destroy_process_group()
+    if wrong:
+        raise SystemExit("; ".join(wrong))
+
+
+def _wrong(found: dict[str, Found], world: int, preset: Preset) -> list[str]:
+    own, whole = found["fully sharded"], found["whole"]
+    expected = own.rows - own.rows // world
+    tolerance = 2.0**-8 if preset.autocast else equality.TOLERANCE  # bfloat16 has 8 significant bits
+    wrong = []
+    if abs(own.let_go - expected) > ROUNDED:
+        wrong.append(f"{own.let_go:,} bytes of rows are let go, expected are {expected:,}")
+    if own.differs(whole) > tolerance:
+        wrong.append(f"losses differ: {own.losses} instead of {whole.losses}")
+    return wrong
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ def memory_of(
     ema: EMAConfig,
     precision: Precision,
     reserve: float,
+    fully_sharded: bool = False,
 ) -> Memory:
     """Adds up a GPU's memory.
 
@@ -63,17 +64,25 @@ def memory_of(
     FSDP holds its unsharded root and two layers, one running, one on its way, and gradients of one layer and the root
     as they were computed and as they are reduced, in float32.
 
+    Fully sharded replicas hold a part of their rows while activations are there; when these are gone, whole kernels of
+    tables, with a part beside: one for the update, all of them for evaluations, checkpoints and averages.
+
     Args:
         precision: bf16 makes FSDP gather in bfloat16, which products then need no copies of.
         reserve: bytes outside of the allocator.
+        fully_sharded: the replicas of tables are.
     """
     ranks = layout.table_shard
     width, shard = layout.shard * layout.expert, layout.shard
     held = np.zeros(ranks)
     sums = np.zeros(ranks)
+    kernels: dict[tuple[str, bool], np.ndarray] = {}
     for table in tables:
         rows = rows_of_ranks(table, owner[table.name], ranks)
-        held += rows * table.dim * FLOAT
+        numbers = rows * table.dim * FLOAT
+        held += numbers
+        kernel = (table.name.rsplit(".", 1)[0], owner[table.name] is None)
+        kernels[kernel] = kernels.get(kernel, 0.0) + numbers
         sums += rows * FLOAT
     fullest = int((held + sums).argmax())
     weights = FLOAT * (rehearsal.rest / width + rehearsal.blocks / shard)
@@ -86,6 +95,13 @@ def memory_of(
     if ema.decay:
         terms["averages"] = weights + (float(held[fullest]) if ema.tables else 0.0)
     moment = _moment(rehearsal, layout, gathered_bytes(precision))
+    if fully_sharded:
+        own = [float(numbers[fullest]) for numbers in kernels.values() if numbers[fullest]]
+        copies = layout.table_replicas
+        part = terms["tables"] / copies
+        whole = max(part + max(own, default=0.0), terms["tables"] + min(own, default=0.0) / copies)
+        # What the fullest moment lets go until then makes room.
+        terms["tables"] = max(part, whole - sum(moment.values()) + moment.get("gradients", 0.0))
     terms |= moment
     terms["batches"] = float(BATCHES * rehearsal.batch)
     terms["cuBLAS workspaces"] = float(WORKSPACES)

@@ -160,8 +160,8 @@ def work_out(config: PlanConfig) -> Plan:
 
     tables = _table_sizes(config, schema, rows)
     owner = place_tables(tables, config.sparse.row_wise_from, groups.table_shard)
-    reserve = config.reserve_gb * 1e9
-    held = memory_of(rehearsal, groups, tables, owner, config.ema, config.precision, reserve)
+    reserve, parts = config.reserve_gb * 1e9, config.parallel.sparse.fully_sharded
+    held = memory_of(rehearsal, groups, tables, owner, config.ema, config.precision, reserve, parts)
     tokens = requests.tokens(schema, groups.world, impressions).sum(1)
     imbalance = float(tokens.max() / tokens.mean()) if tokens.any() else 1.0
     if config.reader.balance != "none":

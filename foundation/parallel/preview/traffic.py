@@ -109,9 +109,14 @@ def traffic_of(
     back = sum(row[name] * _returned(look, owner[name], layout.table_shard) for name, look in asked.items())
     add("gradients of rows", group, exchange(group, float(back)), True)
     most = {t.name: float(rows_of_ranks(t, owner[t.name], layout.table_shard).max()) for t in tables}
-    held = sum(most[t.name] * (t.dim + 1) for t in tables)
+    sums, numbers = sum(most.values()), sum(most[t.name] * t.dim for t in tables)
     replicas = [row[0] for row in groups]
-    add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held / config.sparse.sync_every), True)
+    if config.sparse.fully_sharded:  # parts of the averages, put together for the lookup and for the update
+        add("average of table replicas", replicas, ring(replicas, FLOAT * (2 * sums + numbers)), True)
+        add("gather rows of table replicas", replicas, ring(replicas, 2 * FLOAT * numbers), True)
+    else:
+        held = (numbers + sums) / config.sparse.sync_every
+        add("average of table replicas", replicas, ring(replicas, 2 * FLOAT * held), True)
     return found
 
 

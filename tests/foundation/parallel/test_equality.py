@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from foundation.parallel.dense import _placement
 from foundation.parallel.parallelize import parallelize, rescale_momentum
 from foundation.parallel.pieces import local_shards
 from foundation.parallel.plan import SparseConfig
-from foundation.parallel.tables import table_momentum
+from foundation.parallel.tables import table_momentum, table_weights
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
 from foundation.training.checkpoint_files import CheckpointError, read_tensors, saved_keys, write_checkpoint
 from foundation.training.state import TrainState
@@ -31,7 +32,8 @@ from tests.foundation.parallel.ranks import on_ranks, one_rank
 CPU = torch.device("cpu")
 SHARDED = Case(parallel=ParallelConfig(dense=DenseSizes(shard=2)), plan="row-wise")
 REPLICATED = Case(parallel=ParallelConfig(), plan="table-wise")
-EXPERTS = Case(parallel=ParallelConfig(dense=DenseSizes(expert=2), sparse=SparseSizes(replicas=2)), plan="mixed")
+PARTS = SparseSizes(replicas=2, fully_sharded=True)
+EXPERTS = Case(parallel=ParallelConfig(dense=DenseSizes(expert=2), sparse=PARTS), plan="mixed")
 
 
 def wrong(world: int) -> list[str]:
@@ -51,6 +53,7 @@ def save(folder: Path, case: Case) -> None:
         train_step(state, Batch.from_encoded(mine, equality.SIZES.schema()))
         assert state.ema is not None
         state.ema.update(seed + 1)
+    state.model.settle_tables()
     write_checkpoint(folder, 2, state.tensors(), {}, {})
 
 
@@ -71,8 +74,49 @@ def assert_loads(checkpoint: Path, case: Case) -> None:
         read_tensors(checkpoint, missing)
 
 
+def assert_replicas_keep_parts() -> None:
+    """Fully sharded replicas train as whole ones do and hold whole rows only where these are needed."""
+    world = dist.get_world_size()
+    error = {"rtol": 0.0, "atol": 0.0 if world == 2 else 1e-6}  # the order of two terms of a sum does not matter
+    whole, parts = (
+        parallelize(equality._model(), REPLICATED.sparse, CPU, ParallelConfig(sparse=replace(PARTS, **changes)))
+        for changes in ({"replicas": world, "fully_sharded": False}, {"replicas": world})
+    )
+    assert parts.parts is not None
+    rows = [piece.tensor for table in table_weights(parts).values() for piece in table.pieces]
+    everything, one_part = parts.parts.numel * 4, -(-parts.parts.numel // world) * 4
+    assert everything == sum(tensor.nbytes for tensor in rows) == parts.parts.held
+    for seed in range(4):
+        encoded = random_batch(equality.SIZES, seed)
+        mine = take(encoded, dealt(len(encoded.request_time), world)[dist.get_rank()])
+        batch = Batch.from_encoded(mine, equality.SIZES.schema())
+        if seed == 2:  # an evaluation, which nothing but its lookups makes whole
+            with torch.no_grad():
+                torch.testing.assert_close(parts(batch).logits, whole(batch).logits, **error)
+            assert everything <= parts.parts.held < everything + 4 * world
+        if seed == 3:  # a step that is not usable has no backward pass
+            parts(batch)
+        for model in (whole, parts):
+            output = model(batch)
+            assert model is whole or parts.parts.held == one_part
+            model.module.loss(output, batch).total.backward()
+            model.average_tables()
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert parts.parts.held == one_part
+        assert not any(tensor.untyped_storage().nbytes() for tensor in rows)
+    with pytest.raises(AssertionError, match="rows were let go"):
+        table_weights(parts)
+    parts.settle_tables()
+    for read in (table_weights, table_momentum):
+        for name, value in read(parts).items():
+            for a, b in zip(value.pieces, read(whole)[name].pieces, strict=True):
+                torch.testing.assert_close(a.tensor, b.tensor, **error)
+
+
 def two(folder: str) -> list[str]:
     found = wrong(2)
+    assert_replicas_keep_parts()
     save(Path(folder) / "sharded", SHARDED)
     save(Path(folder) / "experts", EXPERTS)
     assert_loads(Path(folder) / "sharded" / "step-00000002", REPLICATED)
@@ -105,6 +149,13 @@ def test_two_ranks_equal_one_process_and_others_read_their_checkpoints(tmp_path:
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks_equal_one_process(world: int, tmp_path: Path) -> None:
     assert on_ranks(wrong, world, tmp_path, world) == [[]] * world
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_replicas_keep_parts_that_do_not_divide_their_rows(tmp_path: Path) -> None:
+    on_ranks(assert_replicas_keep_parts, 3, tmp_path)
 
 
 def test_one_rank_equals_the_reference() -> None:

@@ -88,6 +88,8 @@ def test_every_rank_is_in_every_dimension_once() -> None:
         ({}, {"replicas": 2, "shard": 2}, r"replicas 2 x shard 2 = 4, but there are 8 ranks"),
         ({}, {"replicas": 16}, r"replicas 16 x shard 1 = 16, but there are 8 ranks"),
         ({}, {"replicas": 0, "shard": 16}, r"replicas 1 x shard 16 = 16, but there are 8 ranks"),
+        ({}, {"fully_sharded": True}, r"fully_sharded: there is one group, .* set parallel\.sparse\.replicas"),
+        ({}, {"replicas": 2, "sync_every": 4, "fully_sharded": True}, r"sync_every: 4 with fully_sharded"),
         ({}, {"replicas": 2, "sync_every": 0}, r"sync_every: must be at least 1, got 0"),
     ],
 )

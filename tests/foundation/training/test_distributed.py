@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from foundation.data.encoding import EncodedBatch
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.model.gem import GEM
 from foundation.parallel.parallelize import SparseConfig, parallelize
+from foundation.parallel.topology import ParallelConfig, SparseSizes
+from foundation.training.checkpoint_writer import CheckpointConfig
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig, evaluate
 from foundation.training.loop import agree, rank_share
 from foundation.training.metrics import MetricSuite
 from foundation.training.optimizer import DenseConfig
+from foundation.training.schedule import ScheduleConfig
 from foundation.training.state import TrainState
 from foundation.training.train import train
 from tests.foundation.parallel.ranks import on_ranks, one_rank
@@ -117,6 +121,7 @@ def as_torchrun_starts_it() -> None:
 
 
 READER = ReaderConfig(batch_size=16, shuffle_window=16, workers=0)
+PARTS = ParallelConfig(sparse=SparseSizes(replicas=2, fully_sharded=True))
 # One evaluation and one checkpoint, at the end.
 QUICK: dict[str, Any] = {"reader": READER, "evaluation": EvaluationConfig(every=1000, batch_size=128)}
 
@@ -126,7 +131,8 @@ def train_on_ranks(folder: str, names: list[str]) -> list[dict[str, Any]]:
     answers = []
     for name in names:
         data, out = Path(folder) / name, Path(folder) / f"{name}-run"
-        result = train(small_run.config(data, out, epochs=2, **QUICK))
+        parallel = PARTS if name == "uneven" else ParallelConfig()
+        result = train(small_run.config(data, out, epochs=2, parallel=parallel, **QUICK))
         share = LogReader(Dataset.open(data), "train", READER, rank=dist.get_rank(), world_size=dist.get_world_size())
         rows = sum(len(batch.impression_id) for batch in share)
         answers.append({"result": str(result), "steps": result.steps, "rows": rows})
@@ -155,6 +161,39 @@ def test_ranks_with_unequal_rows_stop_together_and_one_rank_goes_on(tmp_path: Pa
     assert before.keys() == after.keys()
     changed = {key.split(".")[0] for key, value in before.items() if not torch.equal(value, after[key])}
     assert changed == {"model", "momentum", "optimizer", "ema"}
+
+
+def train_replicas(folder: str) -> None:
+    as_torchrun_starts_it()
+    settings: dict[str, Any] = {
+        "reader": READER,
+        "epochs": 2,
+        "ema": EMAConfig(decay=0.9, tables=False),  # else it makes tables whole after every step
+        "evaluation": EvaluationConfig(every=3, batch_size=128),
+        "checkpoint": CheckpointConfig(every=2, keep=9),
+        "reset_tables": True,
+        "schedule": ScheduleConfig(decay="constant"),
+    }
+    for name, parallel in (("whole", ParallelConfig(sparse=SparseSizes(replicas=2))), ("parts", PARTS)):
+        train(small_run.config(Path(folder) / "data", Path(folder) / name, parallel=parallel, **settings))
+    again = small_run.config(Path(folder) / "data", Path(folder) / "again", parallel=PARTS, **settings)
+    train(replace(again, max_steps=7))
+    train(replace(again, resume=True))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_fully_sharded_replicas_evaluate_save_and_go_on_as_whole_ones(tmp_path: Path) -> None:
+    small_run.dataset(tmp_path / "data", train_requests=50)
+    on_ranks(train_replicas, 2, tmp_path / "ranks", str(tmp_path))
+    whole = small_run.lines(tmp_path / "whole")
+    assert len(small_run.lines(tmp_path / "whole", "validation")) > 2
+    assert small_run.lines(tmp_path / "parts") == whole
+    for step in (4, "latest"):
+        expected = small_run.tensors(tmp_path / "whole", step)
+        small_run.assert_same_tensors(small_run.tensors(tmp_path / "parts", step), expected)
+    small_run.assert_same_tensors(small_run.tensors(tmp_path / "again"), expected)
 
 
 def test_evaluate_reads_from_the_start_and_restores_the_mode(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from foundation.training.reproduce import ReproduceConfig, reproduce
 from foundation.training.train import train
 from tests.foundation.parallel.ranks import on_ranks, one_rank
 from tests.foundation.training import small_run
-from tests.foundation.training.test_distributed import as_torchrun_starts_it
+from tests.foundation.training.test_distributed import PARTS, as_torchrun_starts_it
 
 ROOT = Path(__file__).resolve().parents[3]
 KILLED = """
@@ -167,7 +167,7 @@ def faults(folder: str) -> dict[str, str]:
 
     patch.setattr(loop_module, "device_batches", broken)
     with pytest.raises(TrainingError) as error:
-        train(small_run.config(out / "data", out / "broken", max_skipped=2, **settings))
+        train(small_run.config(out / "data", out / "broken", max_skipped=2, parallel=PARTS, **settings))
     patch.undo()
     return {"error": str(error.value)}
 

@@ -83,6 +83,22 @@ def test_a_plan_adds_up(name: str, planned: Planned) -> None:
         assert collective.seconds == pytest.approx(slowest)
 
 
+def test_fully_sharded_replicas_hold_parts_of_rows_and_send_half_as_much_again(planned: Planned) -> None:
+    topology = ("--topology", "topology/one-host-8", "--parallel.sparse.replicas", "4", "--reader.batch_size")
+    key = "--parallel.sparse.fully_sharded"
+    whole, parts = (planned(*topology, "512", key, value) for value in ("false", "true"))
+    other = {name: count for name, count in whole.memory.terms.items() if name != "tables"}
+    assert parts.memory.terms == other | {"tables": whole.memory.terms["tables"] / 4}
+    before, after = ({c.name: sum(c.bytes.values()) for c in plan.collectives} for plan in (whole, parts))
+    gathered = after.pop("gather rows of table replicas")
+    average = "average of table replicas"
+    assert after.pop(average) + gathered == pytest.approx(before.pop(average) + gathered / 2)
+    assert after == before
+    # Few activations make no room for whole rows, which are there once in a step, with a part beside.
+    few = planned(*topology, "1", "--model.embeddings.dim", "8192", key, "true").memory
+    assert 1.0 < few.terms["tables"] / few.tables_heaviest <= 1.25
+
+
 def test_four_thousand_gpus_hold_a_trillion_numbers(planned: Planned) -> None:
     found = planned(*LAYOUTS["trillion"])
     assert found.layout.world == 4096
