@@ -156,6 +156,14 @@ class Bench:
         """Seconds of some steps, together; with `last` no ids are sent out behind the last one."""
         wait(self.device)
         start = time.perf_counter()
+        loss = self.queue(count, last)
+        wait(self.device)
+        seconds = time.perf_counter() - start
+        self.loss = mean_loss(loss)
+        return seconds
+
+    def queue(self, count: int, last: bool) -> torch.Tensor:
+        """The same without waiting for them; returns this rank's share of the last loss."""
         loss = torch.zeros(())
         for left in range(count, 0, -1):
             batch = self.batches[self.done % BATCHES]
@@ -163,10 +171,7 @@ class Bench:
             following = self.batches[(self.done + 1) % BATCHES] if ahead else None
             loss = train_step(self.state, batch, following, self.autocast)
             self.done += 1
-        wait(self.device)
-        seconds = time.perf_counter() - start
-        self.loss = mean_loss(loss)
-        return seconds
+        return loss
 
     def unreduced(self, count: int) -> float | None:
         """Seconds of steps whose gradients stay where they are, which is no training: what reducing them costs."""

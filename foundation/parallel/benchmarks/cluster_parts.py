@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from foundation.data.batch import Batch
 from foundation.parallel.benchmarks import equality, fully_sharded
@@ -33,8 +33,6 @@ from foundation.training.checkpoint_files import find_checkpoint, read_manifest,
 from foundation.training.peaks import device_peak
 from foundation.training.state import TrainState
 
-TRACED = BATCHES
-"""Steps of a trace."""
 SAVED, TRAINED, EVERY = 4, 10, 3
 """Steps until a checkpoint and in all where runs go on elsewhere; steps between checkpoints where a rank is killed."""
 
@@ -163,15 +161,15 @@ class Rank:
         bench = self._built(which)
         bench.steps(BATCHES, last=False)
         # Watching the host slows it, so what the device hides is read from a trace of the device alone.
-        device = self._profiled(bench, ProfilerActivity.CUDA) if self.cuda else None
-        trace = self._profiled(bench, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else []))
+        device = self._profiled(bench, BATCHES, ProfilerActivity.CUDA) if self.cuda else None
+        trace = self._profiled(bench, 2, ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else []))
         found = exposure(trace)
         if device is not None:
             alone = exposure(device)
             seen = ("seconds", "computing", "communicating", "exposed")
             found = replace(found, **{name: getattr(alone, name) for name in seen})
             end = max(span.end for span in (*device.compute, *device.communication))
-            self._draw(f"{which} device", device, end - alone.seconds / TRACED, end)
+            self._draw(f"{which} device", device, end - alone.seconds / BATCHES, end)
         starts = [span.start for span in trace.ranges if span.name == "dense forward"]
         ends = [span.end for span in (*trace.ranges, *trace.compute, *trace.communication)]
         self._draw(which, trace, starts[-1], max(ends))
@@ -188,10 +186,17 @@ class Rank:
         if self.rank == 0:
             (self.options.out / f"trace-{name.replace(' ', '-')}.svg").write_text(picture(trace, start, end))
 
-    def _profiled(self, bench: Bench, *activities: ProfilerActivity) -> Trace:
-        """A trace of some steps; the profiler may leave the process slower than it was."""
-        with profile(activities=activities) as profiler:
-            bench.steps(TRACED, last=False)
+    def _profiled(self, bench: Bench, count: int, *activities: ProfilerActivity) -> Trace:
+        """A trace of some steps; the profiler may leave the process slower than it was.
+
+        Ranks start their profilers at different times. So a step is not recorded, in which the first wait for the last,
+        and the ranks do not wait for one another before or behind what is, which would count as communication.
+        """
+        wait(self.device)
+        with profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=count, repeat=1)) as profiler:
+            for _ in range(1 + count):
+                bench.queue(1, last=False)
+                profiler.step()
         path = Path(f"/tmp/trace-{os.getpid()}.json")
         profiler.export_chrome_trace(str(path))
         trace = Trace.load(path)
