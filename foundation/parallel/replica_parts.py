@@ -120,7 +120,8 @@ class _Rows:
             return
         with record_function(ROWS_GATHER):
             self._rows.untyped_storage().resize_(self._each * self._copies * self._part.element_size())
-            dist.all_gather_into_tensor(self._padded(), self._part, group=self._group)
+            # Waited for from here, which the ledger sees; else NCCL computes on the stream that waits.
+            dist.all_gather_into_tensor(self._padded(), self._part, group=self._group, async_op=True).wait()
             self._part = self._rows.new_empty(0)
 
     @torch.no_grad()
@@ -130,7 +131,7 @@ class _Rows:
         with record_function(GRADIENT_REDUCE):
             self._part = self._rows.new_empty(self._each)
             op = dist.ReduceOp.AVG if self._mean else dist.ReduceOp.SUM
-            dist.reduce_scatter_tensor(self._part, self._padded(), op=op, group=self._group)
+            dist.reduce_scatter_tensor(self._part, self._padded(), op=op, group=self._group, async_op=True).wait()
             if not self._mean:
                 self._part.div_(self._copies)
             self._rows.untyped_storage().resize_(0)

@@ -138,11 +138,9 @@ def cases(world: int) -> list[Case]:
         Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
     ]
     if world > 2:
-        parts = [SparseSizes(replicas=count, fully_sharded=True) for count in (2, world)]
-        every += [
-            Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plan)
-            for d, s, plan in zip(dense, parts, ("mixed", "row-wise"), strict=False)
-        ]
+        for dense_sizes, count, plan in ((dense[0], 2, "mixed"), (dense[-1], world, "row-wise")):
+            parts = SparseSizes(replicas=count, fully_sharded=True)
+            every.append(Case(parallel=ParallelConfig(dense=dense_sizes, sparse=parts), plan=plan))
     if world > len(SIZES.table_rows):  # a rank without a table
         every.append(Case(parallel=ParallelConfig(dense=dense[-1], sparse=sparse[0]), plan="table-wise"))
     return every

@@ -114,11 +114,15 @@ def assert_replicas_keep_parts() -> None:
                 torch.testing.assert_close(a.tensor, b.tensor, **error)
 
 
+def save_both(folder: str) -> None:
+    save(Path(folder) / "sharded", SHARDED)
+    save(Path(folder) / "experts", EXPERTS)
+
+
 def two(folder: str) -> list[str]:
     found = wrong(2)
     assert_replicas_keep_parts()
-    save(Path(folder) / "sharded", SHARDED)
-    save(Path(folder) / "experts", EXPERTS)
+    save_both(folder)
     assert_loads(Path(folder) / "sharded" / "step-00000002", REPLICATED)
     assert_loads(Path(folder) / "sharded" / "step-00000002", EXPERTS)
     with pytest.raises(ValueError, match=r"expert: 2 ranks cannot share the 1 blocks of layers\.0\.interaction evenly"):
@@ -128,7 +132,7 @@ def two(folder: str) -> list[str]:
     return found
 
 
-def four_read(folder: str) -> None:
+def read_both(folder: str) -> None:
     assert_loads(Path(folder) / "experts" / "step-00000002", SHARDED)
     assert_loads(Path(folder) / "sharded" / "step-00000002", EXPERTS)
 
@@ -137,7 +141,7 @@ def four_read(folder: str) -> None:
 @pytest.mark.timeout(1500)
 def test_two_ranks_equal_one_process_and_others_read_their_checkpoints(tmp_path: Path) -> None:
     assert on_ranks(two, 2, tmp_path / "two", str(tmp_path)) == [[], []]
-    on_ranks(four_read, 4, tmp_path / "four", str(tmp_path))
+    on_ranks(read_both, 4, tmp_path / "four", str(tmp_path))
     with one_rank():
         for name in ("sharded", "experts"):
             assert_loads(tmp_path / name / "step-00000002", REPLICATED)
@@ -149,6 +153,14 @@ def test_two_ranks_equal_one_process_and_others_read_their_checkpoints(tmp_path:
 @pytest.mark.parametrize("world", [4, 8])
 def test_more_ranks_equal_one_process(world: int, tmp_path: Path) -> None:
     assert on_ranks(wrong, world, tmp_path, world) == [[]] * world
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1500)
+def test_eight_ranks_read_what_two_wrote(tmp_path: Path) -> None:
+    on_ranks(save_both, 2, tmp_path / "two", str(tmp_path))
+    on_ranks(read_both, 8, tmp_path / "eight", str(tmp_path))
 
 
 @pytest.mark.slow
