@@ -255,7 +255,7 @@ def _coarse(spans: Iterable[Span], gap: float) -> list[tuple[float, float]]:
 _COLOURS: Final = dict(
     zip(
         RANGES,
-        ("#bab0ac", "#54a24b", "#b6d7a8", "#eeca3b", "#f58518", "#72b7b2", "#4c78a8", "#9d755d", "#b279a2"),
+        ("#bab0ac", "#54a24b", "#b6d7a8", "#eeca3b", "#e377c2", "#f58518", "#72b7b2", "#4c78a8", "#9d755d", "#b279a2"),
         strict=True,
     )
 )

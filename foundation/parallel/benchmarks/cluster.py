@@ -113,6 +113,7 @@ def planned_gb(options: Options, ranks: int, dense: DenseSizes, sparse: SparseSi
         "parallel.dense.wire": dense.wire,
         "parallel.sparse.replicas": sparse.replicas,
         "parallel.sparse.wire": sparse.wire,
+        "parallel.sparse.fully_sharded": str(sparse.fully_sharded).lower(),
     }
     arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
     terms = work_out(parse_config(PlanConfig, arguments, name="plan")).memory.terms
@@ -129,7 +130,7 @@ def plan_all(launcher: Launcher, ranks: int, pool: ProcessPoolExecutor) -> None:
         elif not future.cancelled():
             launcher.write({"planned": name, "on": size, "gb": future.result()})
 
-    wanted = ["replica", "bf16", "shard", "expert", "table replicas"]
+    wanted = ["replica", "bf16", "shard", "expert", "table replicas", "fully sharded"]
     for size in sorted({1, ranks}):
         for name, way in ways(size).items():
             if name in wanted:
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--compile", choices=get_args(Compile), default="parts", help="what compiled ways compile")
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for everything")
-    parser.add_argument("--only", nargs="*", help="parts to run, such as equality weak:replica survive")
+    parser.add_argument("--only", nargs="*", help="parts to run, in this order where it matters, such as weak:replica")
     values = vars(parser.parse_args())
     ranks, limit, only = values.pop("ranks"), values.pop("limit"), values.pop("only")
     options = Options(**values)
@@ -242,8 +243,8 @@ def main() -> None:
     launcher = Launcher(options, limit)
 
     def run(size: int, groups: list[list[str]]) -> None:
-        for parts in groups:
-            chosen = [part for part in parts if not only or part in only]
+        wanted = [[part for part in parts if not only or part in only] for parts in groups]
+        for chosen in sorted(filter(None, wanted), key=lambda parts: only.index(parts[0]) if only else 0):
             launcher.run(size, chosen, first_limit=COMPILING if COMPILED in "".join(chosen) else 90.0)
 
     with ProcessPoolExecutor(2, mp_context=mp.get_context("forkserver")) as pool:

@@ -104,6 +104,9 @@ def ways(world: int) -> dict[str, Way]:
             **fp8,
             "shard": Way(parallel=replace(bf16, dense=DenseSizes(shard=world, wire="bf16"))),
             "table replicas": Way(parallel=replace(bf16, sparse=SparseSizes(replicas=2, wire="bf16"))),
+            "fully sharded": Way(
+                parallel=replace(bf16, sparse=SparseSizes(replicas=2, wire="bf16", fully_sharded=True))
+            ),
             "expert": Way(parallel=replace(bf16, dense=DenseSizes(expert=2, shard=max(1, world // 2), wire="bf16"))),
             "bf16 rows": Way(parallel=replace(plain, sparse=SparseSizes(wire="bf16"))),
         }
