@@ -173,7 +173,7 @@ def summary(launcher: Launcher, ranks: int) -> dict[str, Any]:
 
 
 def launches(ranks: int, cuda: bool) -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
-    """Parts on one rank, and on all before and after the checks of small models, what says most first.
+    """Parts on one rank, a GPU for each list, and on all before and after the checks of small models, in their order.
 
     Those of an inner list share processes. Each eager way has its own, in which the trace comes last, since the
     profiler may leave a process slower than it was. Compiled ways share theirs for their graphs, and the first of them
@@ -242,22 +242,32 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(options, limit)
 
-    def run(size: int, groups: list[list[str]]) -> None:
+    def chosen(groups: list[list[str]]) -> list[list[str]]:
         wanted = [[part for part in parts if not only or part in only] for parts in groups]
-        for chosen in sorted(filter(None, wanted), key=lambda parts: only.index(parts[0]) if only else 0):
-            launcher.run(size, chosen, first_limit=COMPILING if COMPILED in "".join(chosen) else 90.0)
+        return sorted(filter(None, wanted), key=lambda parts: only.index(parts[0]) if only else 0)
+
+    def run(size: int, parts: list[str], first_gpu: int = 0) -> None:
+        launcher.run(size, parts, COMPILING if COMPILED in "".join(parts) else 90.0, first_gpu)
 
     with ProcessPoolExecutor(2, mp_context=mp.get_context("forkserver")) as pool:
-        run(1, alone)
+        at_once = [threading.Thread(target=run, args=(1, parts, gpu)) for gpu, parts in enumerate(chosen(alone))]
+        for thread in at_once:
+            thread.start()
+            if torch.cuda.device_count() < len(at_once):
+                thread.join()
+        for thread in at_once:
+            thread.join()
         if not only or "plan" in only:
             plan_all(launcher, ranks, pool)
-        run(ranks, first)
+        for parts in chosen(first):
+            run(ranks, parts)
         threads = [threading.Thread(target=checks[name]) for name in checks if not only or name in only]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        run(ranks, rest)
+        for parts in chosen(rest):
+            run(ranks, parts)
         launcher.end()
         pool.shutdown(wait=launcher.left() > 0, cancel_futures=True)
     found = summary(launcher, ranks)

@@ -66,18 +66,19 @@ class Launcher:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["foundation.parallel.benchmarks.cluster"])
 
-    def run(self, ranks: int, parts: list[str], first_limit: float = 0.0) -> None:
+    def run(self, ranks: int, parts: list[str], first_limit: float = 0.0, first_gpu: int = 0) -> None:
         """Runs parts on so many ranks; after one that fails, the rest in new processes.
 
         Args:
             first_limit: added to the limit of the first part, which compiles kernels.
+            first_gpu: the ranks are on GPUs from that one on.
         """
         left = list(parts)
         while left:
             if self.left() <= 0:
                 self.note(left, "not run: no time left")
                 return
-            launch, processes = self.start(ranks, left)
+            launch, processes = self.start(ranks, left, first_gpu)
             why = self._watch(launch, processes, left, first_limit)
             done = self._done(launch)
             left = [part for part in left if part not in done]
