@@ -48,7 +48,7 @@ from foundation.training.optimizer import DenseConfig
 from foundation.training.state import TrainState
 
 STEPS = 6
-ROWS = {"moderate": 16_000_000, "tiny": 1_000_000}
+ROWS = {"moderate": 12_000_000, "tiny": 1_000_000}
 """Of the tables of users and items in each preset."""
 ROUNDED = 4 << 20
 """Bytes by which the allocator may round what is let go."""
