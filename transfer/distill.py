@@ -91,6 +91,8 @@ class DistillConfig:
         for key in ("epochs", "evaluations_per_epoch", "patience"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         if self.min_steps < 0:
             raise ValueError(f"min_steps must not be negative, got {self.min_steps}")
         if self.other_surfaces_weight < 0:

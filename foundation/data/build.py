@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from foundation.data.arrow_columns import column_roles, to_column
-from foundation.data.column_types import fractional, normalized
+from foundation.data.column_types import normalized, refuse_values
 from foundation.data.dataset import SPLITS
 from foundation.data.dataset_writer import DatasetWriter
 from foundation.data.encoder_fit import EncoderFit
@@ -113,6 +113,11 @@ def arrange(
     _require_columns(log, [schema.user, schema.timestamp.column, *dedupe], "log")
     if schema.request_id is not None:
         _require_columns(log, [schema.request_id], "log")
+    if not int(log.count().to_pyarrow().as_py()):
+        raise PrepareError("log: there are no rows")
+    # Histories are joined by user, so its type is the dataset's from the start.
+    refuse_values(log, schema, [schema.user], "log: ")
+    log = normalized(log, schema, [schema.user])
     table = log.mutate(**{TIME: _milliseconds(log, schema)})
     read = _check_rows(table, schema)
     counts: dict[str, Any] = {"rows_read": read, "duplicates_dropped": 0}
@@ -133,7 +138,7 @@ def arrange(
     if not _EARLIEST <= low <= high < _LATEST:
         odd = low if low < _EARLIEST else high
         raise PrepareError(
-            f"log: column {schema.timestamp.column!r} has the time {wall_text(odd)}; is its unit really"
+            f"log: column {schema.timestamp.column!r} has {wall_text(odd)}; is its unit really"
             f" {schema.timestamp.unit!r}? (schema key timestamp.unit)"
         )
     if schema.request_id is not None:
@@ -258,8 +263,7 @@ class _Builder:
         if schema.impression_id not in rows.columns:
             self.rows = rows.mutate(**{schema.impression_id: rows[ROW]})
         _require_columns(self.rows, self.own, "log, users and items together")
-        for column, count in fractional(self.rows, schema, self.own).items():
-            raise PrepareError(f"column {column!r} has {count} ids with a fraction; ids are whole numbers or strings")
+        refuse_values(self.rows, schema, self.own)
 
     def tables(self, runs: Sequence[Path]) -> Iterator[pa.Table]:
         """Tables of the dataset's columns, ``_row`` and ``_split``, with ``_row`` ascending throughout.
@@ -402,12 +406,14 @@ def _milliseconds(log: ir.Table, schema: Schema) -> ir.IntegerValue:
 
 
 def _check_rows(table: ir.Table, schema: Schema) -> int:
-    """Number of rows; refuses none at all, null keys and labels that are not 0, 1 or null."""
+    """Number of rows; refuses null keys and labels that are not 0, 1 or null."""
     never_null = [c for c in (schema.user, schema.timestamp.column, schema.request_id) if c]
     labels = [t.label for t in schema.tasks]
     _require_columns(table, labels, "log")
     for name in labels:
         kind = table[name].type()
+        if kind.is_string() and not int(table[name].count().to_pyarrow().as_py()):
+            raise PrepareError(f"log: label column {name!r} has no value in any row; leave its task out of the schema")
         if not (kind.is_numeric() or kind.is_boolean()):
             raise PrepareError(f"log: label column {name!r} is {kind}; labels are 0 or 1")
     odd = {f"odd_{i}": (~table[c].cast("float64").isin([0.0, 1.0])).fill_null(False) for i, c in enumerate(labels)}
@@ -417,8 +423,6 @@ def _check_rows(table: ir.Table, schema: Schema) -> int:
         **{name: test.sum() for name, test in odd.items()},
         **{f"value_{i}": table[c].cast("float64").max(where=odd[f"odd_{i}"]) for i, c in enumerate(labels)},
     ).to_pyarrow().to_pylist()[0]  # fmt: skip
-    if not found["rows"]:
-        raise PrepareError("log: there are no rows")
     for i, name in enumerate(never_null):
         if found[f"null_{i}"]:
             raise PrepareError(

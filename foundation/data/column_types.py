@@ -63,17 +63,45 @@ def _target(kind: dt.DataType, role: Role, name: str) -> dt.DataType:
     raise PrepareError(f"column {name!r} is {kind}, expected {role.describe()}{hint}")
 
 
-def fractional(table: ir.Table, schema: Schema, names: Sequence[str]) -> dict[str, int]:
-    """Number of values with a fraction in each float column that holds ids (columns without any left out)."""
+def refuse_values(table: ir.Table, schema: Schema, names: Sequence[str], where: str = "") -> None:
+    """Refuses values that :func:`normalized` could not cast: their number and one of them are in the message.
+
+    Lists are left out: their values are seen when they are cast.
+
+    Args:
+        where: what comes before the column's name, such as `log: `.
+
+    Raises:
+        PrepareError: ids with a fraction or beyond 64 bits, numbers that are words.
+    """
     roles = column_roles(schema)
-    tests = {}
+    tests: dict[str, tuple[str, ir.BooleanValue, str]] = {}
     for name in names:
         role = roles.get(name)
-        if role is not None and role.content != "number" and not role.is_list:
-            value = table[name]
-            if value.type().is_floating():
-                tests[name] = (value != value.floor()).fill_null(False).sum()
+        if role is None or role.is_list:
+            continue
+        value, kind = table[name], table[name].type()
+        if role.content == "number":
+            if kind.is_string():
+                wrong = value.notnull() & value.try_cast("float64").isnull()
+                tests[f"{len(tests)} words"] = (
+                    name, wrong, "values that are no numbers; write them as numbers, or list them under `missing`"
+                )  # fmt: skip
+        elif kind.is_floating() or kind.is_decimal():
+            broken = value % 1 != 0
+            tests[f"{len(tests)} fraction"] = (name, broken, "ids with a fraction; ids are whole numbers or strings")
+        if role.content != "number" and (kind.is_floating() or kind.is_decimal() or kind == dt.uint64):
+            beyond = value.try_cast("int64").isnull() & value.notnull()
+            tests[f"{len(tests)} beyond"] = (name, beyond, "ids beyond 64 bits with a sign; store them as strings")
     if not tests:
-        return {}
-    found = table.aggregate(**tests).to_pyarrow().to_pylist()[0]
-    return {name: int(count) for name, count in found.items() if count}
+        return
+    asked: dict[str, ir.Value] = {}
+    for key, (name, test, _) in tests.items():
+        asked[f"{key} rows"] = test.fill_null(False).sum()
+        asked[f"{key} value"] = table[name].cast("string").max(where=test)
+    found = table.aggregate(**asked).to_pyarrow().to_pylist()[0]
+    for key, (name, _, problem) in tests.items():
+        if found[f"{key} rows"]:
+            raise PrepareError(
+                f"{where}column {name!r} has {found[f'{key} rows']} {problem} (such as {found[f'{key} value']!r})"
+            )

@@ -72,7 +72,8 @@ class _Translator(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> Any:
         if node.id not in self.table.columns:
-            raise self.fail(f"no column {node.id!r}; columns are {', '.join(self.table.columns)}")
+            own = [c for c in self.table.columns if not c.startswith("_")]
+            raise self.fail(f"no column {node.id!r}; columns are {', '.join(own)}")
         return self.table[node.id]
 
     def visit_Constant(self, node: ast.Constant) -> Any:

@@ -112,11 +112,12 @@ def _matching_events(log: EventLog, history: History) -> ir.Table:
     events = log.events
     for column in history.attributes.values():
         if column not in events.columns:
+            own = [c for c in events.columns if not c.startswith("_")]
             raise ValueError(
-                f"{history.name}.attributes: no event column {column!r}; columns are {', '.join(events.columns)}"
+                f"sequences.{history.name}.attributes: no event column {column!r}; columns are {', '.join(own)}"
             )
     if history.where is not None:
-        events = events.filter(condition(events, history.where, f"{history.name}.where"))
+        events = events.filter(condition(events, history.where, f"sequences.{history.name}.where"))
     order = {f"{_ORDER}{i}": events[c] for i, c in enumerate(log.order)}
     values = {a: events[c] for a, c in history.attributes.items()}
     logged = events.select(
@@ -129,7 +130,7 @@ def _matching_events(log: EventLog, history: History) -> ir.Table:
     unknown = {c: ibis.null(t) for c, t in log.events.schema().items() if c not in seed.columns}
     seed = seed.mutate(**unknown)
     if history.where is not None:
-        seed = seed.filter(condition(seed, history.where, f"{history.name}.where"))
+        seed = seed.filter(condition(seed, history.where, f"sequences.{history.name}.where"))
     types = logged.schema()
     before = seed.select(
         **{_USER: seed[log.user].cast(types[_USER]), _LOGGED: ibis.literal(0, "int8"),

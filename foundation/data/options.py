@@ -7,6 +7,7 @@ the command line, or both; what comes later wins.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -127,6 +128,7 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
         elif value is None and type(None) not in typing.get_args(hint):
             # The parser lets a null stand for any type.
             raise ValueError(f"{key}: expected a value, got null")
+        _require_ordinary(key, value)
         values[field.name] = value
     try:
         return config_class(**values)
@@ -135,6 +137,20 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
         if message == str(error):
             raise
         raise ValueError(message) from error
+
+
+def _require_ordinary(key: str, value: Any) -> None:
+    """No option means anything with infinity, NaN (which passes every comparison) or a number beyond 64 bits."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _require_ordinary(f"{key}.{name}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _require_ordinary(key, inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}: expected a finite number, got {value}")
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{key}: expected a number of at most 64 bits, got {value}")
 
 
 def _with_whole_key(message: str, prefix: str) -> str:

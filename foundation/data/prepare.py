@@ -153,9 +153,12 @@ def _prepare(
     config: PrepareConfig, schema: Schema, histories: list[History], connection: ibis.BaseBackend, folder: Path
 ) -> dict[str, Any]:
     missing: dict[str, int] = {}
+    seen: set[str] = set()
 
     def read(name: str, paths: Sequence[str]) -> ir.Table:
-        table, found = blank(load(connection, name, paths, name), config.missing)
+        loaded = load(connection, name, paths, name)
+        seen.update(c for c in loaded.columns if c != INPUT)
+        table, found = blank(loaded, config.missing)
         missing.update({f"{name}.{column}": count for column, count in found.items()})
         advance(1)
         return table
@@ -170,6 +173,9 @@ def _prepare(
         users = read("users", [config.users.path]) if config.users else None
         items = read("items", [config.items.path]) if config.items else None
         earlier = read("earlier", [config.earlier.path]) if config.earlier else None
+    for column in config.missing:
+        if column != "*" and column not in seen:
+            raise PrepareError(f"missing.{column}: no file has this column; columns are {', '.join(sorted(seen))}")
     with progress("sorting", None):
         arranged = arrange(connection, log, schema, dedupe=config.dedupe, rows_from=config.rows_from)
     arranged.counts.update(filtered_out=filtered, missing_values=missing)
@@ -258,6 +264,9 @@ def with_calendar(rows: ir.Table, arranged: Arranged, parts: Mapping[str, str], 
     """Adds hour or weekday columns of the row's wall time in the split's time zone."""
     if not parts:
         return rows
+    there = [column for column in parts if column in rows.columns]
+    if there:
+        raise PrepareError(f"calendar.{there[0]}: the files have a column of this name; choose another")
     timezone = schema.split.timezone if schema.split else "UTC"
     low, high = arranged.time_range
     changes = offsets(low, high, timezone)

@@ -22,6 +22,8 @@ import pyarrow.parquet as pq
 from ibis.common.exceptions import IbisError
 from pyarrow import orc
 
+from foundation.data.csv_files import read_csv
+
 PARQUET = (".parquet", ".pq")
 CSV = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz")
 ORC = (".orc",)
@@ -81,6 +83,9 @@ def expand(paths: Sequence[str | Path], key: str) -> list[str]:
     files: list[str] = []
     for path in paths:
         found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
+        folder = next((f for f in found if Path(f).is_dir()), None)
+        if folder is not None:
+            raise PrepareError(f"{key}: {folder}: is a folder; name its files, such as {Path(folder) / '*.parquet'}")
         if not found or not all(Path(f).is_file() for f in found):
             missing = next((f for f in found if not Path(f).is_file()), str(path))
             raise PrepareError(f"{key}: {missing}: no such file")
@@ -117,7 +122,7 @@ def load(
     if kind == "orc":
         files = [_orc_to_parquet(f, connection, f"{name}-{i}") for i, f in enumerate(files)]
     if kind == "csv":
-        table = _read_csv(connection, files, key, types)
+        table = _read_csv(connection, files, key, columns, types)
     else:
         _check_footers(files, columns)
         with _naming(files, key):
@@ -182,11 +187,18 @@ def _kind(path: str, key: str) -> str:
     raise PrepareError(f"{key}: {path}: unknown format; files end in {', '.join(PARQUET + CSV + ORC)}")
 
 
-def _read_csv(connection: ibis.BaseBackend, files: list[str], key: str, types: Mapping[str, str] | None) -> ir.Table:
+def _read_csv(
+    connection: ibis.BaseBackend,
+    files: list[str],
+    key: str,
+    columns: Sequence[str] | None,
+    types: Mapping[str, str] | None,
+) -> ir.Table:
     with _naming(files, key):
-        head = connection.read_csv(files[:1], header=True)
-        known = {c: t for c, t in (types or {}).items() if c in head.columns}
-        return connection.read_csv(files, header=True, union_by_name=True, types=known or None)
+        try:
+            return read_csv(connection, files, columns, types)
+        except (ValueError, pa.ArrowException) as error:
+            raise PrepareError(f"{key}: {error}") from None
 
 
 def _check_footers(files: Sequence[str], columns: Sequence[str] | None) -> None:
@@ -198,6 +210,9 @@ def _check_footers(files: Sequence[str], columns: Sequence[str] | None) -> None:
         except (pa.ArrowException, OSError) as error:
             raise PrepareError(f"{file}: not a readable Parquet file; it may be truncated ({error})") from None
         first = first if first is not None else schema
+        twice = [c for c in schema.names if schema.names.count(c) > 1 and (columns is None or c in columns)]
+        if twice:
+            raise PrepareError(f"{file}: column {twice[0]!r} is there more than once; rename or drop one")
         wanted = [c for c in first.names if columns is None or c in columns]
         absent = [c for c in wanted if c not in schema.names]
         if absent:

@@ -89,6 +89,8 @@ class WorldConfig:
         for key in (*positive, "validation_days", "test_days", "processes"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"{key} must be positive, is {getattr(self, key)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, is {self.seed}")
         if len(self.surfaces) < 3 or len(set(self.surfaces)) < len(self.surfaces):
             raise ValueError(f"surfaces must be at least 3 different names, are {list(self.surfaces)}")
         if self.items is not None and self.items < TOPICS:

@@ -133,6 +133,8 @@ class TrainConfig:
         for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: must be at least {least}, got {getattr(self, key)}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed: must be below 2**32, got {self.seed}")
         if self.activation_memory_gb < 0:
             raise ValueError(f"activation_memory_gb: must not be negative, got {self.activation_memory_gb}")
         if self.compile not in ("none", "parts", "layers", "dense"):

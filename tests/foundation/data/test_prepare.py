@@ -345,6 +345,8 @@ def _set(column: str, row: int, value: Any) -> Callable[[dict[str, list[Any]]], 
         (lambda c: c.update(user_id=[int(u[1:]) for u in c["user_id"]]), "use one type of id in all files"),
         (lambda c: c.update(user_id=[f"x{i}" for i in range(len(c["user_id"]))]), "different values of 'user_id'"),
         (lambda c: c.update(item_id=[i + 0.5 for i in c["item_id"]]), "'item_id' has 158 ids with a fraction"),
+        (_set("item_id", 3, 1e30), "'item_id' has 1 ids beyond 64 bits with a sign; store them as strings"),
+        (lambda c: c.update(item_id=pa.array([2**64 - 1] * 158, pa.uint64())), "ids beyond 64 bits with a sign"),
         (lambda c: c.update(item_id=[{"id": i} for i in c["item_id"]]), "log: column 'item_id' is struct<id: int64>;"),
         (lambda c: [v.clear() for v in c.values()], "log: there are no rows"),
     ],
@@ -376,6 +378,8 @@ def test_a_fault_of_the_log_is_one_clear_error_and_leaves_nothing(
         ({"rows_from": "2030-01-01"}, "no row is left from 2030-01-01 on"),
         ({"dedupe": ["color"]}, "log: no column 'color'"),
         ({"calendar": {}}, "no column 'hour'"),
+        ({"calendar": {"hour": "hour", "click": "weekday"}}, "calendar.click: the files have a column of this name"),
+        ({"missing": {"prize": [-1]}}, "missing.prize: no file has this column; columns are buy, city, click, id,"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_named(source: Path, changes: dict[str, Any], problem: str) -> None:

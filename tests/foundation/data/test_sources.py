@@ -133,6 +133,60 @@ def test_a_csv_value_of_the_wrong_type_is_named(connection: ibis.BaseBackend, tm
     assert "three" in str(error.value)
 
 
+LINES = "id,name,x\n" + "".join(f"{i},n{i},0.5\n" for i in range(60))
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        ((LINES, "id,name\n1,a\n"), r"b\.csv: column 'x' is missing, but .*a\.csv has it; it has id, name"),
+        (("id,name,ID\n1,a,2\n",), r"a\.csv: column 'id' is there more than once"),
+        (("", "\n"), r"a\.csv: is empty; the first line of a CSV file names its columns"),
+        ((LINES + "61,n",), r"a\.csv: cannot be read: .*Line: 62: .*61,n: Expected Number of Columns: 3 Found: 2"),
+        ((LINES + "61,n,1,4,5,6\n62,n,1,4,5,6\n",), r"a\.csv: cannot be read: .*Line: 62: .*61,n,1,4,5,6"),
+        ((LINES, LINES + "61,n,1,4\n"), r"b\.csv: cannot be read: .*61,n,1,4: Expected Number of Columns: 3 Found: 4"),
+        (("id,name,x\n1,2\n" + LINES[10:],), r"a\.csv: cannot be read: .*Line: 2: .*: Expected Number of Columns: 3"),
+    ],
+)
+def test_a_broken_csv_names_file_and_line(
+    connection: ibis.BaseBackend, tmp_path: Path, texts: tuple[str, ...], problem: str
+) -> None:
+    for name, text in zip("abc", texts, strict=False):
+        (tmp_path / f"{name}.csv").write_text(text)
+    with pytest.raises(PrepareError, match=rf"log: .*{problem}"):
+        load(connection, "log", [str(tmp_path / "*.csv")], "log")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LINES,
+        LINES.replace(",", ";"),
+        LINES.replace(",", "\t"),
+        LINES.replace("\n", "\r\n"),
+        "\ufeff" + LINES,
+        LINES.replace("id,name,x", "id , name, x "),
+        'id,name,x\n0,"n, ""0""\nsecond line",0.5\n' + LINES.split("\n", 2)[2],
+    ],
+)
+def test_every_dialect_of_csv_gives_the_same_columns(connection: ibis.BaseBackend, tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.csv").write_text(text, newline="")
+    (tmp_path / "b.csv").write_text("")  # an empty part, as jobs leave them, has no rows
+    found = rows(load(connection, "log", [str(tmp_path / "*.csv")], "log"))
+    assert [(r["id"], r["x"]) for r in found] == [(i, 0.5) for i in range(60)]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(PrepareError, match=rf"log: {tmp_path}: is a folder; name its files, such as"):
+        expand([tmp_path], "log")
+
+
+def test_a_parquet_column_that_is_there_twice(connection: ibis.BaseBackend, tmp_path: Path) -> None:
+    pq.write_table(pa.table([[1], [2]], names=["id", "id"]), tmp_path / "a.parquet")
+    with pytest.raises(PrepareError, match=r"a\.parquet: column 'id' is there more than once"):
+        load(connection, "log", [str(tmp_path / "*.parquet")], "log")
+
+
 def test_side_tables_have_one_row_per_id(connection: ibis.BaseBackend, tmp_path: Path) -> None:
     table = load(connection, "users", [write(tmp_path / "a.parquet")], "users")
     require_unique(table, "id", "users")

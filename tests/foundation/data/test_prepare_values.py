@@ -1,0 +1,50 @@
+"""Values that `prepare` takes whatever their type, and those that it refuses with their column and count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from foundation.data.prepare import prepare
+from foundation.data.sources import PrepareError
+from tests.foundation.data.test_prepare import START, USERS, config, raw_log, sums, write_source
+
+
+@pytest.mark.parametrize("kind", [pa.int8(), pa.uint32(), pa.uint64(), pa.float64(), pa.decimal128(20, 0)], ids=str)
+def test_ids_of_every_type_of_number_give_the_dataset_of_int64(tmp_path: Path, kind: pa.DataType) -> None:
+    log = raw_log(60)
+    numbers = pa.array([int(u[1:]) for u in log["user_id"].to_pylist()])
+    users = pa.table({"user_id": list(range(11)), "city": USERS["city"]})
+    made = []
+    for name, of in (("plain", pa.int64()), ("other", kind)):
+        (tmp_path / name).mkdir()
+        changed = log.set_column(log.column_names.index("user_id"), "user_id", numbers.cast(of))
+        changed = changed.set_column(log.column_names.index("item_id"), "item_id", log["item_id"].cast(of))
+        source = write_source(tmp_path / name, changed)
+        pq.write_table(users, source / "users.parquet")
+        made.append(sums(prepare(config(source))))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "problem"),
+    [
+        ("price", ["1.5", "free", "2"], "column 'price' has 2 values that are no numbers; write them as numbers"),
+        ("click", ["", "", ""], "log: label column 'click' has no value in any row; leave its task out"),
+    ],
+)
+def test_words_and_nothing_in_a_csv(tmp_path: Path, column: str, values: list[str], problem: str) -> None:
+    source = write_source(tmp_path, raw_log())
+    names = ["user_id", "request_id", "time_ms", "place", "item_id", "click", "buy", "price"]
+    rows = [dict.fromkeys(names, "0") | {"user_id": f"u{i}", "request_id": i, "time_ms": START + i} for i in range(6)]
+    for i, row in enumerate(rows):
+        row[column] = values[i % 3]
+    text = [",".join(names)] + [",".join(str(row[n]) for n in names) for row in rows]
+    (source / "log.csv").write_text("\n".join(text) + "\n")
+    with pytest.raises(PrepareError) as error:
+        prepare(config(source, log=[str(source / "log.csv")], items=None, calendar={"hour": "hour"}))
+    assert problem in str(error.value)
+    assert not (source / "out").exists()
