@@ -26,8 +26,9 @@ def write_heavy_tailed(
     sigma: float = 1.0,
     longest: int = 4096,
     seed: int = 0,
+    once: bool = False,
 ) -> None:
-    """Writes one training file, a row per impression, each with its request's whole history.
+    """Writes one training file, a row per impression.
 
     Args:
         folder: an empty local folder.
@@ -35,6 +36,7 @@ def write_heavy_tailed(
         requests: in all. impressions: of each.
         mean, sigma, longest: events of a request over all sequences: log-normal, cut there, shared out in proportion
             to the sequences' greatest lengths.
+        once: histories stand in the first row of their request only, others have null; else in all of its rows.
     """
     rng = np.random.default_rng(seed)
     rows = {table.name: table.rows or 1_000 for table in schema.tables}
@@ -44,7 +46,7 @@ def write_heavy_tailed(
     for first in range(0, requests, GROUP_REQUESTS):
         count = min(GROUP_REQUESTS, requests - first)
         drawn = np.minimum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count), longest)
-        table = _group(schema, rows, first, drawn, impressions, rng)
+        table = _group(schema, rows, first, drawn, impressions, rng, once)
         if writer is None:
             columns = {name: table.column(name).combine_chunks() for name in column_roles(schema)}
             fitting.update({name: to_column(columns[name], role) for name, role in column_roles(schema).items()})
@@ -56,7 +58,13 @@ def write_heavy_tailed(
 
 
 def _group(
-    schema: Schema, rows: dict[str, int], first: int, events: np.ndarray, impressions: int, rng: np.random.Generator
+    schema: Schema,
+    rows: dict[str, int],
+    first: int,
+    events: np.ndarray,
+    impressions: int,
+    rng: np.random.Generator,
+    once: bool,
 ) -> pa.Table:
     requests = len(events)
     owner = np.repeat(np.arange(requests), impressions)
@@ -75,6 +83,7 @@ def _group(
         column = _feature(feature, side, rows, rng)
         columns[feature.column] = column if feature.side == "item" else column.take(pa.array(owner))
     whole = sum(sequence.max_length for sequence in schema.sequences)
+    listed = pa.array(owner, mask=np.arange(count) % impressions > 0 if once else None)
     for sequence in schema.sequences:
         lengths = np.rint(events * sequence.max_length / whole).astype(np.int64)
         total = int(lengths.sum())
@@ -83,7 +92,7 @@ def _group(
         if sequence.timestamp is not None:
             lists[sequence.timestamp] = _START - rng.integers(0, 10**9, total)
         for name, values in lists.items():
-            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values)).take(pa.array(owner))
+            columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values)).take(listed)
     return pa.table({name: columns[name] for name in schema.columns()})
 
 

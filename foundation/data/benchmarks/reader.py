@@ -21,6 +21,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -73,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", help="a dataset folder or URL to read instead of making some")
     parser.add_argument("--schema", help="make a dataset of this schema instead")
+    parser.add_argument("--once", action="store_true", help="histories in the first row of each request only")
     parser.add_argument("--split", default="train")
     parser.add_argument("--rows", type=int, default=400_000, help="impressions of the datasets that are made")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -86,7 +88,8 @@ def main() -> None:
         elif options.schema:
             cases = {Path(options.schema).stem: str(Path(temporary) / "made")}
             schema = Schema.load(options.schema)
-            _elsewhere(write_heavy_tailed, Path(temporary) / "made", schema, options.rows // 16)
+            write = partial(write_heavy_tailed, once=options.once)
+            _elsewhere(write, Path(temporary) / "made", schema, options.rows // 16)
         else:
             shapes = {
                 "row groups of 65,536": (options.rows, 65536),
