@@ -1,19 +1,22 @@
 """What it saves to compute the user once per request: ``python -m foundation.model.benchmarks.sharing --preset ...``.
 
 Takes the same impressions twice: in requests of 1, 4, 16 and 64, and each in a request of its own. Prints operations
-and time of a training step (forward and backward) of both. Histories are heavy-tailed (log-normal), tables small.
+and time of a training step (forward and backward) of both, and on a GPU the time of its kernels, which does not grow
+with the host's work. Histories are heavy-tailed (log-normal), tables small.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from foundation.data.batch import Batch
 from foundation.data.encoding import EncodedBatch
@@ -72,37 +75,46 @@ def heavy_tailed(schema: Schema, requests: int, mean: float, spread: float, seed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Impressions of a request; TFLOP and seconds of a training step, with the user shared and not."""
+    """Impressions of a request; TFLOP, seconds and seconds of kernels of a training step, the user shared and not."""
 
     per_request: int
     shared_tflop: float
     apart_tflop: float
     shared_s: float
     apart_s: float
+    shared_kernels_s: float
+    apart_kernels_s: float
 
 
-def measure(config: SharingConfig) -> list[Line]:
-    """Measures every size of request."""
+def build(config: SharingConfig) -> GEM:
+    """The model, with small tables."""
     schema = Schema.load(config.schema)
     torch.manual_seed(0)
-    model = GEM(model_config(config.preset), schema, table_rows(schema, TABLE_ROWS)).to(config.device)
-    lines = []
+    with torch.device(config.device):
+        return GEM(model_config(config.preset), schema, table_rows(schema, TABLE_ROWS))
+
+
+def measure(config: SharingConfig, model: GEM) -> Iterator[Line]:
+    """Measures every size of request."""
+    schema = Schema.load(config.schema)
     for size in config.per_request:
         requests = config.impressions // size
         histories = heavy_tailed(schema, requests, config.events, config.spread)
         together = random_batch(schema, [size] * requests, table_rows(schema, TABLE_ROWS), histories=histories)
-        (shared_tflop, shared_s), (apart_tflop, apart_s) = (
-            _step(config, model, encoded, schema) for encoded in (together, one_impression_each(together))
+        shared, apart = (_step(config, model, encoded, schema) for encoded in (together, one_impression_each(together)))
+        yield Line(
+            per_request=size,
+            shared_tflop=shared[0],
+            apart_tflop=apart[0],
+            shared_s=shared[1],
+            apart_s=apart[1],
+            shared_kernels_s=shared[2],
+            apart_kernels_s=apart[2],
         )
-        line = Line(
-            per_request=size, shared_tflop=shared_tflop, apart_tflop=apart_tflop, shared_s=shared_s, apart_s=apart_s
-        )
-        lines.append(line)
-    return lines
 
 
-def _step(config: SharingConfig, model: GEM, encoded: EncodedBatch, schema: Schema) -> tuple[float, float]:
-    """TFLOP and seconds of one step."""
+def _step(config: SharingConfig, model: GEM, encoded: EncodedBatch, schema: Schema) -> tuple[float, float, float]:
+    """TFLOP, seconds and seconds of kernels of one step."""
     batch = Batch.from_encoded(encoded, schema).to(config.device)
     flops = TRAINING * sum(forward_flops(model, Load.of(batch)).values())
     cuda = config.device.startswith("cuda")
@@ -113,7 +125,8 @@ def _step(config: SharingConfig, model: GEM, encoded: EncodedBatch, schema: Sche
         model.loss(output, batch).total.backward()
         model.zero_grad(set_to_none=True)
 
-    return flops / 1e12, _median_seconds(step, config.repeats, cuda) if config.repeats else float("nan")
+    seconds = _median_seconds(step, config.repeats, cuda) if config.repeats else math.nan
+    return flops / 1e12, seconds, _kernel_seconds(step) if config.repeats and cuda else math.nan
 
 
 def _median_seconds(step: Callable[[], None], repeats: int, cuda: bool) -> float:
@@ -130,18 +143,30 @@ def _median_seconds(step: Callable[[], None], repeats: int, cuda: bool) -> float
     return float(np.median(times))
 
 
+def _kernel_seconds(step: Callable[[], None]) -> float:
+    """Sum over the kernels of a step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = (e for e in profiler.key_averages() if e.device_type.name == "CUDA" and not e.is_user_annotation)
+    return sum(e.self_device_time_total for e in events) / 1e6
+
+
 def main(arguments: list[str]) -> None:
     """Prints the table."""
     config: SharingConfig = parse_config(SharingConfig, arguments, name="sharing")
     where = torch.cuda.get_device_name() if config.device.startswith("cuda") else "cpu, float32"
     print(f"{config.preset} on {config.schema}, {config.impressions} impressions, mean {config.events} events, {where}")
-    print("| impressions a request | TFLOP shared | apart | ratio | ms shared | apart | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for line in measure(config):
+    times = "ms shared | apart | ratio | kernels' ms shared | apart | ratio"
+    print(f"| impressions a request | TFLOP shared | apart | ratio | {times} |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for line in measure(config, build(config)):
         print(
             f"| {line.per_request} | {line.shared_tflop:.4f} | {line.apart_tflop:.4f} "
             f"| {line.apart_tflop / line.shared_tflop:.2f} | {line.shared_s * 1e3:.1f} | {line.apart_s * 1e3:.1f} "
-            f"| {line.apart_s / line.shared_s:.2f} |"
+            f"| {line.apart_s / line.shared_s:.2f} | {line.shared_kernels_s * 1e3:.1f} "
+            f"| {line.apart_kernels_s * 1e3:.1f} | {line.apart_kernels_s / line.shared_kernels_s:.2f} |",
+            flush=True,
         )
 
 

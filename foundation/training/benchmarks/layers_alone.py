@@ -35,7 +35,7 @@ def layers_alone(
     autocast: Callable[[], AbstractContextManager[Any]],
     flops: Mapping[str, float],
     peak: float | None,
-    repeats: int = 3,
+    repeats: int = 5,
 ) -> dict[str, dict[str, float | None]]:
     """Each type of layer alone, without tables, copies, collectives or optimizer. Gradients of parameters are left.
 
@@ -45,7 +45,8 @@ def layers_alone(
         autocast: a context for forward passes.
         flops: useful operations of a forward pass on the batch, by kind.
         peak: rate of the device, for `mfu`; None leaves it out.
-        repeats: of each layer, of which the fastest counts.
+        repeats: of each layer, one behind the other after one that is not counted: the host is then ahead of the
+            device, unless the layer has too little work for that.
 
     Returns:
         by kind `seconds`, `useful_gflop` and `mfu` of forward and backward pass of all layers of the kind.
@@ -56,25 +57,24 @@ def layers_alone(
         kind = KINDS.get(type(module)) or ("attention" if type(module).__name__.endswith("Attention") else None)
         if kind:
             handles.append(module.register_forward_pre_hook(_Keeper(kind, calls)))
-    with torch.no_grad(), autocast():
+    with autocast():  # with gradients, for which compiled layers have graphs
         model(batch)
     for handle in handles:
         handle.remove()
     device = batch.labels.device
     seconds: dict[str, float] = defaultdict(float)
     for kind, module, inputs in calls:
-        best = float("inf")
-        for _ in range(repeats):
-            own = _leaves(inputs)
-            begun = _mark(device)
+        begun, gradients = _mark(device), None
+        for turn in range(repeats + 1):
+            if turn == 1:
+                begun = _mark(device)
             with autocast():
-                results = list(_tensors(module(*own)))
-            loss = sum((x.float().sum() for x in results if x.requires_grad), torch.zeros((), device=device))
-            loss.backward()
-            best = min(best, _between(begun, _mark(device)))
+                results = [x for x in _tensors(module(*_leaves(inputs))) if x.requires_grad]
+            gradients = gradients or [torch.ones_like(x) for x in results]
+            torch.autograd.backward(results, gradients)
             for parameter in module.parameters():
                 parameter.grad = None
-        seconds[kind] += best
+        seconds[kind] += _between(begun, _mark(device)) / repeats
     return {
         kind: {
             "seconds": taken,
@@ -105,13 +105,13 @@ class _Keeper:
         self.kind, self.calls = kind, calls
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.calls.append((self.kind, module, inputs))
+        self.calls.append((self.kind, module, _leaves(inputs)))
 
 
 def _leaves(value: Any) -> Any:
-    """The same inputs as leaves of a graph of their own."""
+    """The same inputs as leaves of a graph of their own; a gradient is wanted of those of which one was."""
     if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
+        return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _leaves(part) for key, part in value.items()}
     if isinstance(value, tuple):

@@ -12,12 +12,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.training.activations import choose, measure, recompute
 from foundation.training.benchmarks.layers_alone import layers_alone
-from foundation.training.benchmarks.padded import padded_kernels
+from foundation.training.benchmarks.padded import Kernels, Lengths, kernels_of
 from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
@@ -62,9 +62,10 @@ class StepConfig:
             shared out in proportion to the sequences' greatest lengths.
         most_rows: no table has more rows; 0: as the schema says.
         precision, device, compile, activation_memory_gb: as in training.
-        kernels: the project's, or `padded` attention in their place.
+        kernels: `ours`; `padded` attention in their place; `torch`, no kernel of the project where something is
+            computed.
         warmup, steps: steps before measuring, and measured ones.
-        local: also measure each type of layer alone.
+        local: also measure each type of layer alone, compiled where `compile` is parts; not with layers or dense.
         top: GPU kernels to list.
         batches: of different lengths, one after another.
         out: JSON file with everything that was measured; empty: none.
@@ -82,7 +83,7 @@ class StepConfig:
     device: Device = "auto"
     compile: Compile = "none"
     activation_memory_gb: float = 0.0
-    kernels: Literal["ours", "padded"] = "ours"
+    kernels: Kernels = "ours"
     warmup: int = 4
     steps: int = 8
     local: bool = True
@@ -118,7 +119,7 @@ def run(config: StepConfig) -> dict[str, Any]:
     """Measures a step; seconds unless a name says otherwise."""
     with prepared(config) as (bench, found):
         found |= bench.end_to_end() | bench.phases()
-        if config.local and config.compile == "none" and not config.activation_memory_gb:
+        if config.local and config.compile in ("none", "parts") and not config.activation_memory_gb:
             found["local"] = bench.local()
         found["kernels"] = bench.top_kernels() if config.top else []
         return found
@@ -131,10 +132,9 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
     schema = Schema.load(config.schema)
     rows = table_rows(schema, config.most_rows or None)
     batches = [make_batch(config, schema, rows, seed) for seed in range(config.batches)]
-    kernels = padded_kernels() if config.kernels == "padded" else nullcontext()
     with (
         TemporaryDirectory() as folder,
-        kernels,
+        kernels_of(config.kernels),
         launched(device=config.device, precision=config.precision, log_folder=Path(folder) / "log") as fabric,
     ):
         seed_all(0)
@@ -160,7 +160,7 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
             checkpoints=Path(folder),
             manifest={},
         )
-        bench = Bench(config, loop, batches)
+        bench = Bench(config, loop, batches, Lengths(gem) if config.kernels != "ours" else None)
         built = time.perf_counter()
         print(f"built in {built - started:.1f} s", file=sys.stderr)
         found: dict[str, Any] = {"build": built - started}
@@ -207,8 +207,8 @@ class _Silent:
 class Bench:
     """Steps of a loop on batches that lie in main memory."""
 
-    def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch]) -> None:
-        self.config, self.loop = config, loop
+    def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch], lengths: Lengths | None = None) -> None:
+        self.config, self.loop, self.lengths = config, loop, lengths
         self.device = loop.fabric.device
         self.cuda = self.device.type == "cuda"
         self.model = loop.state.model.module
@@ -226,6 +226,8 @@ class Bench:
     def delivered(self, number: int) -> Delivered:
         """The batch of a step, on its way to the device."""
         place = number % len(self.batches)
+        if self.lengths is not None:
+            self.lengths.batch = place
         return Delivered(self.batches[place].to(self.device, non_blocking=True), {}, self.work[place], 0.0)
 
     def step(self, number: int) -> None:

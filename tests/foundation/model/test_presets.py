@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from foundation.data.schema import Schema
-from foundation.model.benchmarks.sharing import SharingConfig, heavy_tailed, measure
+from foundation.model.benchmarks.sharing import SharingConfig, build, heavy_tailed, measure
 from foundation.model.benchmarks.size import SizeConfig, size
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +43,7 @@ def test_the_sharing_benchmark_finds_a_saving() -> None:
         events=20,
         repeats=1,
     )
-    (line,) = measure(config)
+    (line,) = measure(config, build(config))
     assert line.shared_tflop < 0.7 * line.apart_tflop
     assert line.shared_s > 0
     with pytest.raises(ValueError, match="per_request"):
