@@ -1,8 +1,9 @@
 """Many steps in a row: ``python -m foundation.training.benchmarks.endurance --preset foundation/small --steps 10000``.
 
 Batches of many different lengths go through the training loop's own step. Every so many steps a line says what memory
-is held and was held at most since the line before, the mean loss, and how many steps were not finite. Ends with code 1
-if a step was skipped, or if the last line holds more than `tolerance` more than the one at a tenth of the steps.
+is held and was held at most since the line before, the mean loss, and how many steps were not finite. Labels are drawn
+anew for every step, so there is nothing to learn by heart and the loss stays at their entropy. Ends with code 1 if a
+step was skipped, or if the last line holds more memory, or has more loss, than the one at a tenth of the steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from foundation.data.batch import Batch
 from foundation.data.options import parse_config
 from foundation.training.benchmarks.step import StepConfig, prepared
 
@@ -30,6 +32,8 @@ class EnduranceConfig:
         steps: in all.
         every: steps between lines.
         tolerance: growth of memory that is called drift, as a share.
+        loss_tolerance: the same of the loss.
+        ones: share of labels that are 1; 0: each batch keeps its own, which are learnt by heart.
         out: JSON file with all lines; empty: none.
     """
 
@@ -41,6 +45,8 @@ class EnduranceConfig:
     steps: int = 10_000
     every: int = 500
     tolerance: float = 0.01
+    loss_tolerance: float = 0.05
+    ones: float = 0.25
     out: str = ""
 
 
@@ -49,6 +55,10 @@ def run(config: EnduranceConfig) -> list[dict[str, float]]:
     lines: list[dict[str, float]] = []
     process = psutil.Process()
     with prepared(config.step) as (bench, _):
+        bench.settled_loss()  # of the steps before
+        bench.fresh_labels = config.ones
+        if config.ones:
+            print(f"entropy of the labels of an impression {floor(config, bench.batches):.4f}", flush=True)
         start = time.perf_counter()
         for number in range(config.steps):
             bench.step(number)
@@ -74,7 +84,15 @@ def run(config: EnduranceConfig) -> list[dict[str, float]]:
     return lines
 
 
-def verdict(lines: list[dict[str, float]], tolerance: float) -> str:
+def floor(config: EnduranceConfig, batches: list[Batch]) -> float:
+    """The loss of a model that says `ones` for every label: entropy times the valid labels of an impression."""
+    share = config.ones
+    entropy = -(share * math.log(share) + (1 - share) * math.log(1 - share))
+    valid = [float((b.weight[:, None] * b.label_valid).sum() / b.weight.sum()) for b in batches]
+    return entropy * sum(valid) / len(valid)
+
+
+def verdict(lines: list[dict[str, float]], tolerance: float, loss_tolerance: float) -> str:
     """What is wrong; empty if nothing is."""
     if lines[-1]["skipped"] or not all(math.isfinite(line["loss"]) for line in lines):
         return f"{lines[-1]['skipped']:.0f} steps were not finite"
@@ -82,6 +100,8 @@ def verdict(lines: list[dict[str, float]], tolerance: float) -> str:
     for key in ("held_gb", "most_gb"):
         if key in early and lines[-1][key] > early[key] * (1 + tolerance):
             return f"{key} grew from {early[key]:.4f} at step {early['step']:.0f} to {lines[-1][key]:.4f}"
+    if lines[-1]["loss"] > early["loss"] * (1 + loss_tolerance):
+        return f"loss grew from {early['loss']:.4f} at step {early['step']:.0f} to {lines[-1]['loss']:.4f}"
     return ""
 
 
@@ -89,8 +109,8 @@ def main(arguments: list[str]) -> None:
     """Runs and judges."""
     config: EnduranceConfig = parse_config(EnduranceConfig, arguments, name="endurance")
     lines = run(config)
-    wrong = verdict(lines, config.tolerance)
-    print(wrong or f"{config.steps} steps: no drift of memory, all finite")
+    wrong = verdict(lines, config.tolerance, config.loss_tolerance)
+    print(wrong or f"{config.steps} steps: no drift of memory or loss, all finite")
     if wrong:
         raise SystemExit(1)
 

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -209,6 +209,8 @@ class Bench:
 
     def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch], lengths: Lengths | None = None) -> None:
         self.config, self.loop, self.lengths = config, loop, lengths
+        self.fresh_labels = 0.0
+        """Share of labels that are 1, drawn anew for each step; 0: a batch keeps its own."""
         self.device = loop.fabric.device
         self.cuda = self.device.type == "cuda"
         self.model = loop.state.model.module
@@ -228,7 +230,11 @@ class Bench:
         place = number % len(self.batches)
         if self.lengths is not None:
             self.lengths.batch = place
-        return Delivered(self.batches[place].to(self.device, non_blocking=True), {}, self.work[place], 0.0)
+        batch = self.batches[place].to(self.device, non_blocking=True)
+        if self.fresh_labels:
+            labels = (torch.rand_like(batch.labels) < self.fresh_labels).to(batch.labels.dtype)
+            batch = replace(batch, labels=labels)
+        return Delivered(batch, {}, self.work[place], 0.0)
 
     def step(self, number: int) -> None:
         """Queues a step as training does."""

@@ -17,7 +17,7 @@ def lines(**last: float) -> list[dict[str, float]]:
 
 
 def test_a_flat_run_passes() -> None:
-    assert verdict(lines(), 0.01) == ""
+    assert verdict(lines(), 0.01, 0.05) == ""
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,9 @@ def test_a_flat_run_passes() -> None:
         ({"held_gb": 1.02}, "held_gb"),
         ({"most_gb": 2.05}, "most_gb"),
         ({"loss": math.nan}, "finite"),
+        ({"loss": 0.53}, "loss grew"),
         ({"skipped": 1}, "1 steps were not finite"),
     ],
 )
 def test_drift_and_steps_that_are_not_finite_are_named(last: dict[str, float], word: str) -> None:
-    assert word in verdict(lines(**last), 0.01)
+    assert word in verdict(lines(**last), 0.01, 0.05)
