@@ -111,7 +111,11 @@ class _Keeper:
 def _leaves(value: Any) -> Any:
     """The same inputs as leaves of a graph of their own; a gradient is wanted of those of which one was."""
     if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
+        base = value._base
+        if base is None or base.numel() != value.numel() or not value.is_contiguous():
+            return value.detach().requires_grad_(value.requires_grad)
+        # A view stays one, or a compiled layer would make another graph.
+        return base.detach().requires_grad_(value.requires_grad).view(value.shape)
     if isinstance(value, dict):
         return {key: _leaves(part) for key, part in value.items()}
     if isinstance(value, tuple):
