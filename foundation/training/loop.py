@@ -105,7 +105,8 @@ class Loop:
         reset_tables: draws the tables of a state anew, in place, for an epoch; called at the start of each but the
             first. None leaves the tables alone.
         first_batch: called once, when the first batch is there.
-        prepare: called once after it, with that batch, before the first step.
+        prepare: called once after it, with that batch, before the first step; every line of numbers repeats what it
+            returns.
         flops: useful operations of a step on a batch in main memory, for the log; None leaves them out.
         peak_flops: of one device, for MFU; None leaves it out.
         overlap: send the ids of the next batch out while the current one is computed.
@@ -123,7 +124,7 @@ class Loop:
     manifest: dict[str, Any]
     reset_tables: Callable[[TrainState, int], None] | None = None
     first_batch: Callable[[], None] | None = None
-    prepare: Callable[[Batch], None] | None = None
+    prepare: Callable[[Batch], dict[str, Any]] | None = None
     flops: Callable[[Batch], float] | None = None
     peak_flops: float | None = None
     overlap: bool = False
@@ -131,6 +132,7 @@ class Loop:
     padding: Callable[[Batch], float | None] | None = None
     results: Results = field(default_factory=dict)
     _position: dict[str, Any] = field(default_factory=dict)
+    _repeated: dict[str, Any] = field(default_factory=dict)
     _saved_at: int | None = None
     _rng_before: dict[str, Any] | None = None  # the batch whose ids are out drew anything for them
     _window: LogWindow = field(default_factory=LogWindow)
@@ -198,7 +200,7 @@ class Loop:
                     self.first_batch = None
                 if self.prepare:
                     with self.ledger.phase(COMPUTE):
-                        self.prepare(delivered.batch)
+                        self._repeated = self.prepare(delivered.batch)
                     self.prepare = None
                 self._position = delivered.position
                 progress.epoch_step += 1
@@ -323,7 +325,7 @@ class Loop:
         progress = self.state.progress
         factor = rate_factor(self.config.schedule, max(0, progress.step - 1), self.config.steps)
         numbers = self._window.numbers(self.reader.dataset.schema.task_names, self.peak_flops)
-        numbers |= {"rate_factor": factor, "epoch": progress.epoch, "samples": progress.samples}
+        numbers |= {"rate_factor": factor, "epoch": progress.epoch, "samples": progress.samples, **self._repeated}
         self.log.numbers("train", progress.step, numbers)
         self._window = LogWindow()
 

@@ -28,6 +28,7 @@ from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.model.flops import Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel import draw
 from foundation.parallel.parallelize import parallelize, reset_momentum
@@ -41,6 +42,7 @@ from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.full_disk import full_disk_named
 from foundation.training.launch import Device, Precision, launched
+from foundation.training.layers_alone import layers_alone
 from foundation.training.ledger import LEDGER, Ledger
 from foundation.training.ledger_report import publish
 from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
@@ -328,7 +330,7 @@ def _build(
         manifest=manifest,
         reset_tables=_table_reset(config, dataset, there) if config.reset_tables else None,
         first_batch=first_batch,
-        prepare=lambda batch: _prepare_regions(config, state, fabric, batch, log),
+        prepare=lambda batch: _prepare(config, state, fabric, batch, log, peak),
         flops=counts.step if peak else None,
         peak_flops=peak,
         overlap=config.parallel.overlap,
@@ -341,8 +343,10 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _prepare_regions(config: TrainConfig, state: TrainState, fabric: Fabric, batch: Batch, log: RunLog) -> None:
-    """Chooses what is computed again, the same on all ranks, then compiles."""
+def _prepare(
+    config: TrainConfig, state: TrainState, fabric: Fabric, batch: Batch, log: RunLog, peak: float | None
+) -> dict[str, Any]:
+    """Chooses what is computed again, the same on all ranks, compiles, and measures each type of layer alone."""
     model = state.model.module
     if config.activation_memory_gb:
         model.train()
@@ -355,6 +359,14 @@ def _prepare_regions(config: TrainConfig, state: TrainState, fabric: Fabric, bat
             f"activations: {len(again)} of {len(regions(model))} arms are computed again, the others keep {kept:.2f} GB"
         )
     compile_regions(model, config.compile)
+    # Layers that are cut or compiled as a whole do not run alone.
+    if peak is None or state.model.layout.shard > 1 or config.compile in ("layers", "dense"):
+        return {}
+    model.train()
+    with untouched_rng(fabric.device):
+        flops = forward_flops(model, Load.of(batch))
+        found = layers_alone(model, batch, fabric.autocast, flops, peak, repeats=2)
+    return {"local_mfu": {kind: row["mfu"] for kind, row in found.items()}}
 
 
 def steps_of(reader: LogReader, epochs: float, progress: Progress) -> int:

@@ -24,9 +24,9 @@ from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
-from foundation.training.benchmarks.layers_alone import layers_alone
 from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
+from foundation.training.layers_alone import layers_alone
 from foundation.training.optimizer import DenseConfig
 from foundation.training.peaks import device_peak
 from foundation.training.state import TrainState

@@ -34,12 +34,12 @@ from foundation.parallel.draw import draw_tables
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.training.activations import choose, measure, recompute
-from foundation.training.benchmarks.layers_alone import layers_alone
 from foundation.training.benchmarks.padded import Kernels, Lengths, kernels_of
 from foundation.training.compile import Compile, compile_regions
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.launch import Device, Precision, launched
+from foundation.training.layers_alone import layers_alone
 from foundation.training.loop import CheckpointConfig, Loop, LoopConfig
 from foundation.training.optimizer import DenseConfig
 from foundation.training.peaks import device_peak

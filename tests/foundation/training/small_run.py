@@ -22,7 +22,15 @@ from foundation.training.schedule import ScheduleConfig
 from foundation.training.train import TrainConfig
 from tests.foundation.data.builders import small_table, write_dataset
 
-SPEEDS = ("samples_per_second", "tokens_per_second", "data_wait", "loader_samples_per_second", "tflops", "mfu")
+SPEEDS = (
+    "samples_per_second",
+    "tokens_per_second",
+    "data_wait",
+    "loader_samples_per_second",
+    "tflops",
+    "mfu",
+    "local_mfu",
+)
 MODEL = GEMConfig(
     width=8,
     layers=1,

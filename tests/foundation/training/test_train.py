@@ -123,6 +123,19 @@ def test_how_often_a_run_evaluates_does_not_change_it(data: Path, whole_run: Pat
     small_run.assert_same_tensors(small_run.tensors(config.out), small_run.tensors(whole_run))
 
 
+def test_layers_measured_alone_change_nothing_and_are_in_every_line(
+    data: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foundation.training.train.device_peak", lambda *_: 1e12)
+    config = small_run.config(data, tmp_path / "run", epochs=2)
+    train(config)
+    entries = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    found = [entry["local_mfu"] for entry in entries if entry["kind"] == "train"]
+    assert len(found) > 20
+    assert all(0 < own["cross"] < 1 and own.keys() >= {"attention", "gdpa", "heads", "interaction"} for own in found)
+    small_run.assert_same_tensors(small_run.tensors(config.out), small_run.tensors(whole_run))
+
+
 def test_another_seed_gives_another_run(data: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
         train(small_run.config(data, tmp_path / str(seed), max_steps=2, seed=seed))

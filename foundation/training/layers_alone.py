@@ -71,7 +71,8 @@ def layers_alone(
             with autocast():
                 results = [x for x in _tensors(module(*_leaves(inputs))) if x.requires_grad]
             gradients = gradients or [torch.ones_like(x) for x in results]
-            torch.autograd.backward(results, gradients)
+            if results:
+                torch.autograd.backward(results, gradients)
             for parameter in module.parameters():
                 parameter.grad = None
         seconds[kind] += _between(begun, _mark(device)) / repeats
@@ -112,10 +113,11 @@ def _leaves(value: Any) -> Any:
     """The same inputs as leaves of a graph of their own; a gradient is wanted of those of which one was."""
     if isinstance(value, torch.Tensor):
         base = value._base
-        if base is None or base.numel() != value.numel() or not value.is_contiguous():
-            return value.detach().requires_grad_(value.requires_grad)
-        # A view stays one, or a compiled layer would make another graph.
-        return base.detach().requires_grad_(value.requires_grad).view(value.shape)
+        if base is not None and base.numel() == value.numel() and base.is_contiguous():
+            view = base.detach().requires_grad_(value.requires_grad).view(value.shape)
+            if view.stride() == value.stride():
+                return view  # a view stays one, or a compiled layer would make another graph
+        return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _leaves(part) for key, part in value.items()}
     if isinstance(value, tuple):
