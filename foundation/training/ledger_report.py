@@ -19,6 +19,7 @@ from foundation.training.phases import (
     CHECKPOINT,
     COMMUNICATION,
     COMPILE,
+    COMPUTE,
     DATA,
     DATASET,
     DOWN,
@@ -26,6 +27,7 @@ from foundation.training.phases import (
     FIRST_BATCH,
     IMPORTS,
     MODEL,
+    OPTIMIZER,
     OTHER,
     PHASES,
     PROCESS_GROUP,
@@ -117,6 +119,22 @@ def largest_loss(run: Efficiency) -> tuple[str, float, str]:
     return name, run.seconds[name], advice
 
 
+def bound(run: Efficiency) -> tuple[str, float]:
+    """What took most of the steps' time (data, compute, communication, optimizer or other), and its share of it."""
+    phase = max(_STEPS, key=lambda name: run.seconds[name])
+    whole = sum(run.seconds[name] for name in _STEPS)
+    return _STEPS[phase], run.seconds[phase] / whole if whole else 0.0
+
+
+_STEPS = {
+    DATA: "data",
+    COMPUTE: "compute",
+    COMMUNICATION: "communication",
+    OPTIMIZER: "optimizer",
+    OTHER: "other, on CUDA a device that waits for the host",
+}
+
+
 def figures(run: Efficiency) -> list[tuple[str, str]]:
     """Names and formatted values; what is not known says why."""
 
@@ -128,6 +146,8 @@ def figures(run: Efficiency) -> list[tuple[str, str]]:
     rows = [(text, known(name, text, getattr(run, name))[1]) for name, text in _NAMES.items()]
     if run.scaling_ratio is not None:
         rows = [(f"{text} (of {run.scaling_of})" if text == "scaling ratio" else text, value) for text, value in rows]
+    what, share = bound(run)
+    rows.append(("steps are bound by", f"{what} ({share:.0%} of their time)" if share else "unknown: there were none"))
     slow = "none was more than 1.25 times the median of the others"
     if run.slow_rank is not None:
         assert run.slow_share is not None and run.slow_lag is not None
@@ -167,7 +187,8 @@ _NUMBERS = {
 def _write(runs: Sequence[Efficiency], run: Path, page: Path) -> None:
     name, seconds, advice = largest_loss(runs[0])
     loss = {"phase": name, "seconds": seconds, "try": advice}
-    whole = finite({**runs[0].to_dict(), "largest_loss": loss})
+    what, share = bound(runs[0])
+    whole = finite({**runs[0].to_dict(), "largest_loss": loss, "bound_by": {"what": what, "share": share}})
     atomic_write(run / JSON, json.dumps(whole, indent=1) + "\n")
     _page(runs).write(page, footer="Written by OpenGEM from the runs' ledger.jsonl.")
 

@@ -12,7 +12,7 @@ import pytest
 import opengem
 from foundation.training.efficiency import LedgerError, read_baseline, read_efficiency
 from foundation.training.ledger import whole_lines
-from foundation.training.ledger_report import ADVICE, ReportConfig, figures, largest_loss, report
+from foundation.training.ledger_report import ADVICE, ReportConfig, bound, figures, largest_loss, report
 from foundation.training.phases import (
     AWAY,
     CHECKPOINT,
@@ -126,6 +126,13 @@ def test_a_run_that_still_runs_or_was_killed_is_read_as_far_as_it_is(tmp_path: P
     assert sum(found.seconds.values()) == found.wall == 37.0
     report(ReportConfig(run=run))
     assert json.loads((run / "ledger.json").read_text())["largest_loss"]["phase"] == COMPILE
+
+
+def test_what_bounds_the_steps(tmp_path: Path) -> None:
+    lines = [example()[0], {**example()[1], "seconds": {DATA: 6.0, COMPUTE: 3.0, OPTIMIZER: 1.0}}]
+    found = read_efficiency(run_folder(tmp_path / "run", lines))
+    assert bound(found) == ("data", pytest.approx(0.6))
+    assert dict(figures(found))["steps are bound by"] == "data (60% of their time)"
 
 
 def test_the_largest_loss_has_advice(tmp_path: Path) -> None:
