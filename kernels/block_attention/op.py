@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.block_attention import reference
 from kernels.block_attention.reference import BLOCK
+from kernels.common.inputs import require_floats, require_offsets
 from kernels.common.operators import operator
 
 __all__ = ["BLOCK", "block_attention"]
@@ -61,6 +62,8 @@ def block_attention(
     """
     if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
+    require_floats("block_attention", q=q, k=k, v=v)
+    require_offsets("block_attention", q, offsets=offsets)
     if (positions is None) != (frequencies is None):
         raise ValueError("positions and frequencies go together")
     if positions is not None and frequencies is not None:

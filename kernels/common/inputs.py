@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,48 @@ def require_floats(operator: str, **inputs: Tensor) -> None:
     for name in others:
         if inputs[name].device != inputs[first].device:
             raise ValueError(f"{operator}: {name} is on {inputs[name].device}, but {first} on {inputs[first].device}")
+
+
+def require_offsets(operator: str, like: Tensor, sequences: int | None = None, **offsets: Tensor) -> None:
+    """Refuses offsets that are not int64 ``[B + 1]`` on the device of ``like``, with one B for all of them.
+
+    With fewer sequences on one side a kernel would read beyond its end. What the numbers say is not looked at: that
+    would wait for the device. Nothing is checked under a compiler, whose graphs sizes would be bound to.
+
+    Args:
+        sequences: B, where something else says it.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, value in offsets.items():
+        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not value.shape[0]:
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{operator}: {name} must be an int64 tensor [B + 1], is {found}")
+        if value.device != like.device:
+            raise ValueError(f"{operator}: {name} is on {value.device}, but the values are on {like.device}")
+        if sequences is None:
+            sequences = value.shape[0] - 1
+        elif value.shape[0] != sequences + 1:
+            raise ValueError(
+                f"{operator}: {name} has {value.shape[0] - 1} sequences, where {sequences} are expected; they do not go"
+                " together"
+            )
+
+
+def require_index(operator: str, like: Tensor, index: Tensor, *, name: str, rows: int | None = None) -> None:
+    """Refuses an index that is not of integers on the device of ``like``, or has not ``rows`` rows.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if index.dtype not in (torch.int64, torch.int32) or index.dim() not in (1, 2):
+        raise ValueError(f"{operator}: {name} must be int64 or int32 [N], is {index.dtype} {list(index.shape)}")
+    if index.device != like.device:
+        raise ValueError(f"{operator}: {name} is on {index.device}, but the values are on {like.device}")
+    if rows is not None and index.shape != (rows,):
+        raise ValueError(f"{operator}: {name} is {list(index.shape)}, where [{rows}] is expected, one per sequence")

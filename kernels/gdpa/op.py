@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.eager import direct
+from kernels.common.inputs import require_floats, require_index, require_offsets
 from kernels.gdpa import reference
 from kernels.jagged.requests import request_offsets
 
@@ -99,6 +100,13 @@ def gdpa(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if k.dim() != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
+    require_floats("gdpa", q=q, k=k, v=v)
+    if kv_offsets is not None:
+        require_offsets("gdpa", k, kv_offsets=kv_offsets)
+    if q_offsets is not None:
+        require_offsets(
+            "gdpa", q, None if request_index is not None else _sequences(k, kv_offsets), q_offsets=q_offsets
+        )
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -106,6 +114,7 @@ def gdpa(
             raise ValueError(
                 "request_index goes with no window: copy the keys for each impression, kernels.jagged.gather_sequences"
             )
+        require_index("gdpa", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
         q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
     if k.dtype != q.dtype or v.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)

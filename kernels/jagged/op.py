@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import require_floats
+from kernels.common.inputs import require_floats, require_index, require_offsets
 from kernels.common.operators import operator
 from kernels.jagged import reference
 from kernels.jagged.reference import sequence_ids
@@ -35,7 +35,9 @@ def _backend(values: Tensor) -> ModuleType:
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Lengths ``[B]`` to int64 offsets ``[B + 1]``."""
+    """Lengths ``[B]``, of any integer type, to int64 offsets ``[B + 1]``."""
+    if lengths.dim() != 1 or lengths.is_floating_point():
+        raise ValueError(f"lengths must be integers [B], are {lengths.dtype} {list(lengths.shape)}")
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
@@ -46,11 +48,15 @@ def lengths_from_offsets(offsets: Tensor) -> Tensor:
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float = 0.0) -> Tensor:
     """``values [T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off."""
+    require_offsets("to_padded", values, offsets=offsets)
+    _require_length("max_length", max_length)
     return _to_padded(values, offsets, max_length, padding, False)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     """``padded [B, L, ...]`` to ``[T, ...]`` with T = ``total``; rows of a sequence beyond L are zero."""
+    require_offsets("from_padded", padded, padded.shape[0], offsets=offsets)
+    _require_length("total", total)
     return _from_padded(padded, offsets, total, False)
 
 
@@ -60,6 +66,8 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         the rows, and a bool mask ``[B, k]`` of the real ones.
     """
+    require_offsets("last_k", values, offsets=offsets)
+    _require_length("k", k)
     valid = torch.arange(k, 0, -1, device=offsets.device) <= offsets.diff()[:, None]
     return _to_padded(values, offsets, k, 0.0, True), valid
 
@@ -71,11 +79,13 @@ def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tenso
         rising: the caller promises that ``index [N]`` never falls, like a ``request_index``: the backward, which
             sums the gradients of a row taken more than once, then needs no sort.
     """
+    require_index("gather_rows", values, index, name="index")
     return _gather_rows(values, index, rising)
 
 
 def scatter_sum(values: Tensor, index: Tensor, rows: int, *, rising: bool = False) -> Tensor:
     """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
+    require_index("scatter_sum", values, index, name="index")
     return _scatter_sum(values, index, rows, rising)
 
 
@@ -112,16 +122,21 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
+    require_offsets("segment_sum", values, offsets=offsets)
     return _segment_sum(values, offsets, False)
 
 
 def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
     """Mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
+    require_offsets("segment_mean", values, offsets=offsets)
     return _segment_sum(values, offsets, True)
 
 
 def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     """Adds row b of ``dense [B, ...]``, in the dtype of values, to every row of sequence b of ``values [T, ...]``."""
+    require_offsets("broadcast_add", values, dense.shape[0], offsets=offsets)
+    if dense.shape[1:] != values.shape[1:]:
+        raise ValueError(f"values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ")
     return _broadcast_add(values, offsets, dense.to(values.dtype))
 
 
@@ -131,12 +146,17 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
     Returns:
         values ``[Ta + Tb, ...]`` and offsets ``[B + 1]``.
     """
+    require_offsets("concat", a, a_offsets=a_offsets, b_offsets=b_offsets)
+    if a.shape[1:] != b.shape[1:]:
+        raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
     dtype = torch.promote_types(a.dtype, b.dtype)
     return _concat(a.to(dtype), b.to(dtype), a_offsets, b_offsets), a_offsets + b_offsets
 
 
 def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """Undoes ``concat``: ``values [Ta + Tb, ...]`` to ``[Ta, ...]`` and ``[Tb, ...]``; ``a_rows`` is Ta."""
+    require_offsets("split", values, a_offsets=a_offsets, b_offsets=b_offsets)
+    _require_length("a_rows", a_rows)
     a, b = _split(values, a_offsets, b_offsets, a_rows)
     return a, b
 
@@ -153,6 +173,8 @@ def gather_sequences(
     Returns:
         values ``[T', ...]`` and offsets ``[N + 1]``; the backward sums over the copies of a sequence.
     """
+    require_offsets("gather_sequences", values, offsets=offsets)
+    require_index("gather_sequences", values, index, name="index")
     new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
     rows = int(new_offsets[-1]) if total is None else total
     return _gather_sequences(values, offsets, index, new_offsets, rows, rising), new_offsets
@@ -167,6 +189,11 @@ def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> t
     new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
     rows = int(new_offsets[-1]) if total is None else total
     return reference.sequence_rows(offsets, index, new_offsets, rows), new_offsets
+
+
+def _require_length(name: str, value: int) -> None:
+    if not torch.compiler.is_compiling() and value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
 
 
 # What runs on a device. Autograd passes gradients as they come; the kernels take any row stride.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.eager import direct
+from kernels.common.inputs import require_floats, require_index, require_offsets
 from kernels.jagged.padding import compute_dtype
 from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
@@ -91,6 +92,11 @@ def jagged_attention(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads: they do not go together")
+    require_floats("jagged_attention", q=q, k=k, v=v)
+    require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
+    if q_offsets is not None:
+        sequences = None if request_index is not None else kv_offsets.shape[0] - 1
+        require_offsets("jagged_attention", q, sequences, q_offsets=q_offsets)
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -99,6 +105,7 @@ def jagged_attention(
                 "request_index goes with neither causal nor window: copy the keys for each impression, "
                 "kernels.jagged.gather_sequences"
             )
+        require_index("jagged_attention", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
         q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
     if k.dtype != q.dtype or v.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
