@@ -20,6 +20,7 @@ from foundation.data import settings
 
 Link = Literal["none", "host", "zone", "cluster"]
 Wire = Literal["fp32", "bf16", "fp8"]
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,11 @@ class Topology:
         for key in ("gpus_per_host", "hosts_per_zone", "zones"):
             if getattr(self, key) < 1:
                 raise ValueError(f"topology.{key}: must be at least 1, got {getattr(self, key)}")
+        if self.ranks > MOST_RANKS:
+            raise ValueError(
+                f"topology: {self.gpus_per_host} GPUs per host x {self.hosts_per_zone} hosts per zone x {self.zones}"
+                f" zones are {self.ranks:,} ranks; at most {MOST_RANKS:,} can be planned for"
+            )
         for key in ("host_gbs", "zone_gbs", "cluster_gbs"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"topology.{key}: must be above 0, got {getattr(self, key)}")

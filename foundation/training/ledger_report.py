@@ -48,7 +48,8 @@ ADVICE = {
     MODEL: "smaller tables, which are drawn faster; sparse.row_wise_from, which says what tables are cut over ranks",
     RESTORE: "a faster disk for checkpoints; fewer restarts",
     FIRST_BATCH: "a smaller reader.shuffle_window, or row groups of fewer rows, or more reader.workers",
-    COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: parts, the fastest to compile",
+    COMPILE: "keep TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR between runs; compile: parts, the fastest to compile. "
+    "With compile: none it is the first step alone, which a longer run outweighs",
     START_OTHER: "a longer run: this part of start-up has no name of its own",
     DATA: "more reader.workers and reader.prefetch, a smaller reader.shuffle_window, files nearer to the ranks",
     COMMUNICATION: "parallel.overlap, a narrower parallel.sparse.wire, tables in replica groups inside of hosts "
@@ -112,7 +113,9 @@ def largest_loss(run: Efficiency) -> tuple[str, float, str]:
     """The phase that took most of what was not compute or optimizer: its name, seconds, and what to try."""
     name = max(ADVICE, key=lambda name: run.seconds[name])
     advice = ADVICE[name]
-    if name == COMMUNICATION and run.slow_rank is not None and (run.slow_share or 0) > 0.5:
+    if name == PROCESS_GROUP and run.world == 1:
+        advice = "a longer run: a process alone has no others to find"
+    elif name == COMMUNICATION and run.slow_rank is not None and (run.slow_share or 0) > 0.5:
         advice = f"rank {run.slow_rank} is slow, and the others wait for it: look at its data, its host and its device"
     elif name == COMMUNICATION and (run.token_imbalance or 0) > UNEVEN:
         advice = f"reader.balance: ranks wait for the one with most events, {run.token_imbalance:.2f} times the mean"

@@ -107,6 +107,7 @@ def test_impossible_shapes_name_the_numbers(dense: dict[str, int], sparse: dict[
         ("host_gbs: true", "host_gbs: expected a number"),
         ("- 8", "expected keys and numbers"),
         ("zones: 0", r"topology\.zones: must be at least 1, got 0"),
+        ("zones: 9000000", r"x 9000000 zones are 9,000,000 ranks; at most 1,048,576 can be planned for"),
         ("zone_gbs: 0", r"topology\.zone_gbs: must be above 0"),
     ],
 )

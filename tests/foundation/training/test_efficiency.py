@@ -25,6 +25,7 @@ from foundation.training.phases import (
     EVALUATION,
     IMPORTS,
     OPTIMIZER,
+    PROCESS_GROUP,
     REPEATED,
 )
 from foundation.training.waterfall import duration, waterfall
@@ -148,6 +149,10 @@ def test_the_largest_loss_has_advice(tmp_path: Path) -> None:
         line |= {"slow": None} if "slow" in line else {}
     uneven = largest_loss(read_efficiency(run_folder(tmp_path / "uneven", lines)))
     assert uneven[2] == "reader.balance: ranks wait for the one with most events, 1.25 times the mean"
+    for world, words in ((1, "a process alone"), (2, "look at the rendezvous")):
+        start = {**START, "world": world, "started": 1000.0, "at": 1099.0, "seconds": {PROCESS_GROUP: 99.0}}
+        found = read_efficiency(run_folder(tmp_path / f"world-{world}", [start, *example()[1:3]]))
+        assert largest_loss(found)[0] == PROCESS_GROUP and words in largest_loss(found)[2]
 
 
 class Texts(HTMLParser):
