@@ -146,13 +146,18 @@ class _KeyChecks:
     previous: dict[str, _Previous] = field(default_factory=lambda: {s: _Previous() for s in SPLITS})
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    # [split] -> rows by surface, the last one "other"; what a row of "other" has
+    surfaces: dict[str, np.ndarray] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.surfaces = {split: np.zeros(len(self.schema.surface_names), np.int64) for split in SPLITS}
         self.low, self.high = wall_to_ms("2000-01-01", "UTC", ""), wall_to_ms("2100-01-01", "UTC", "")
 
     def update(self, batch: Batch) -> None:
         self.rows[batch.split] += batch.rows
         self._nulls(batch)
+        self._surfaces(batch)
         self._times(batch)
         self._order(batch)
         self._repeats(batch)
@@ -163,6 +168,7 @@ class _KeyChecks:
             if not self.rows[split]:
                 severity: Severity = "error" if split == "train" else "warning"
                 self.findings.add("empty_split", severity, f"split {split} has no rows")
+            self._finish_surfaces(split)
         known = [(split, self.ranges[split]) for split in SPLITS if split in self.ranges]
         for (one, first), (two, second) in pairwise(known):
             if second[0] < first[1] and self.schema.split is not None:
@@ -185,6 +191,28 @@ class _KeyChecks:
                 "null_request", "warning", "is null; such a row is a request of its own", file=batch.file,
                 column=schema.request_id, rows=_invalid(batch.columns[schema.request_id]),
             )  # fmt: skip
+
+    def _surfaces(self, batch: Batch) -> None:
+        counts = self.surfaces[batch.split]
+        counts += np.bincount(batch.surface, minlength=len(counts))
+        odd = np.flatnonzero(batch.surface == len(counts) - 1)
+        if len(odd) and batch.split not in self.others:
+            self.others[batch.split] = _text_at(batch.columns[self.schema.surface.column], int(odd[0]))
+
+    def _finish_surfaces(self, split: str) -> None:
+        *listed, other = self.surfaces[split].tolist()
+        rows, column = self.rows[split], self.schema.surface.column
+        if other:
+            severity: Severity = "warning" if other * 2 > rows else "info"
+            message = (
+                f"is none of the schema's surface.values in {other / rows:.1%} of the rows of {split}, such as"
+                f" {self.others[split]}; they are surface other"
+            )
+            self.findings.add("other_surface", severity, message, column=column, rows=other, detail=split)
+        for name, count in zip(self.schema.surface.values, listed, strict=True):
+            if rows and not count and split == "train":
+                message = f"is {name!r} in no row of train; is it spelt so in the rows? (schema key surface.values)"
+                self.findings.add("empty_surface", "warning", message, column=column, detail=str(name))
 
     def _times(self, batch: Batch) -> None:
         column = batch.columns[self.schema.timestamp.column]
@@ -352,6 +380,14 @@ class _LabelChecks:
                     f"is {int(positive > 0)} in all {n} rows of surface {name} in {split}; AUC is not defined there",
                     column=label, rows=n, detail=f"{split} {name}",
                 )  # fmt: skip
+
+
+def _text_at(column: Column, row: int) -> str:
+    """A value of a plain column, for messages."""
+    if column.valid is not None and not column.valid[row]:
+        return "null"
+    value = column.values[row]
+    return repr(str(column.dictionary[value])) if column.dictionary is not None else f"{value:g}"
 
 
 def _invalid(column: Column) -> int:

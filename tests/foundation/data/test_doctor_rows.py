@@ -110,6 +110,33 @@ def test_fault_is_reported_with_file_column_and_count(
         assert faults[0].rows == count
 
 
+@pytest.mark.parametrize(
+    ("function", "severity", "message", "count"),
+    [
+        (lambda v: v.upper(), "warning", "in 100.0% of the rows of train, such as 'FEED'", 450),
+        (lambda v: 7, "warning", "in 100.0% of the rows of train, such as 7;", 450),
+        (lambda v: None, "warning", "in 100.0% of the rows of train, such as null", 450),
+    ],
+)
+def test_surfaces_that_the_schema_does_not_list(
+    folder: Path, function: Callable[[Any], Any], severity: str, message: str, count: int
+) -> None:
+    change(folder, each("surface", function))
+    other = [f for f in found(folder, "other_surface") if "of train" in f.message]
+    assert [(f.severity, f.column, f.rows) for f in other] == [(severity, "surface", count)]
+    assert message in other[0].message
+    empty = found(folder, "empty_surface")
+    assert [f.message.split()[1] for f in empty] == [repr(name) for name in healthy_schema().surface.values]
+
+
+def test_a_few_rows_of_another_surface_are_worth_knowing(folder: Path) -> None:
+    before = sum(f.rows or 0 for f in found(folder, "other_surface") if "of train" in f.message)
+    change(folder, rows("surface", {0: "nowhere", 1: "nowhere", 2: "nowhere"}))
+    other = [f for f in found(folder, "other_surface") if "of train" in f.message]
+    assert [f.severity for f in other] == ["info"] and before < (other[0].rows or 0) <= before + 3
+    assert not found(folder, "empty_surface")
+
+
 def test_future_history(folder: Path) -> None:
     affected = long_rows("watched_time", 1, folder)
     change(folder, lists("watched_time", lambda v, time: [*v[:-1], time + 5], least=1))
