@@ -188,6 +188,14 @@ def test_what_only_a_file_can_get_wrong_names_the_file(tmp_path: Path, text: str
             parse_config(Config, ["--out", "x", *arguments], name="test")
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes("rate: 1 # grö".encode("latin-1"))
+    for arguments in (["--config", str(file)], [f"--config={file}"]):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(file))}: not a text file in UTF-8"):
+            parse_config(Config, ["--out", "x", *arguments], name="test")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -70,10 +70,20 @@ def _resolve_presets(arguments: Sequence[str]) -> list[str]:
     resolved = list(arguments)
     for index, argument in enumerate(resolved):
         if argument == "--config" and index + 1 < len(resolved):
-            resolved[index + 1] = str(preset(resolved[index + 1]))
+            resolved[index + 1] = _text_file(resolved[index + 1])
         elif argument.startswith("--config="):
-            resolved[index] = f"--config={preset(argument.removeprefix('--config='))}"
+            resolved[index] = f"--config={_text_file(argument.removeprefix('--config='))}"
     return resolved
+
+
+def _text_file(name: str) -> str:
+    """The path of a config file; the parser would not say which file has bytes that are no text."""
+    path = preset(name)
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file in UTF-8: {error}") from None
+    return str(path)
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:

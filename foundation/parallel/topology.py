@@ -70,7 +70,10 @@ class Topology:
             ValueError: a key is not known or a value is not a number, naming file and key.
         """
         path = settings.preset(name, "topology", "topology")
-        values = yaml.safe_load(path.read_text())
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not a YAML file: {error}") from None
         known = {f.name: f.type for f in fields(Topology)}
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected keys and numbers, such as gpus_per_host: 8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class RunLog:
     Args:
         path: `metrics.jsonl`.
         fabric: whose loggers get the numbers too.
-        start: step the run goes on from; lines of later steps, left by a run that was killed, are removed.
+        start: step the run goes on from; lines of later steps, left by a run that was killed, are removed; a
+            damaged file is put aside as `metrics.damaged`.
     """
 
     def __init__(self, path: Path, fabric: Fabric, start: int) -> None:
@@ -35,7 +37,13 @@ class RunLog:
         self._active = fabric.is_global_zero
         self._path = path
         if self._active:
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= start]
+            try:
+                kept = [line for line in _lines(path) if json.loads(line)["step"] <= start]
+            except (ValueError, KeyError, TypeError):  # as with a ledger, training does not depend on it
+                aside = path.with_suffix(".damaged")
+                os.replace(path, aside)
+                self.say(f"{path}: is damaged; it is now {aside.name}, and a new one begins at step {start}")
+                kept = []
             atomic_write(path, "".join(f"{line}\n" for line in kept))
 
     def numbers(self, kind: str, step: int, values: dict[str, Any]) -> None:

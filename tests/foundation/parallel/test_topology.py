@@ -105,6 +105,8 @@ def test_impossible_shapes_name_the_numbers(dense: dict[str, int], sparse: dict[
         ("zones: two", "zones: expected a whole number, got 'two'"),
         ("zones: 1.5", "zones: expected a whole number"),
         ("host_gbs: true", "host_gbs: expected a number"),
+        ("zones: [", "not a YAML file"),
+        ("zones: 1 # \udcff", "not a YAML file"),
         ("- 8", "expected keys and numbers"),
         ("zones: 0", r"topology\.zones: must be at least 1, got 0"),
         ("zones: 9000000", r"x 9000000 zones are 9,000,000 ranks; at most 1,048,576 can be planned for"),
@@ -113,7 +115,7 @@ def test_impossible_shapes_name_the_numbers(dense: dict[str, int], sparse: dict[
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "topology.yaml"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         Topology.load(path)
 
