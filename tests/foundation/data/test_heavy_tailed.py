@@ -25,3 +25,17 @@ def test_requests_and_histories_are_as_asked(tmp_path: Path) -> None:
     )
     assert 16 < events.mean() < 48
     assert events.max() <= 130  # rounded stream by stream
+
+
+def test_histories_in_the_first_row_of_a_request_are_enough(tmp_path: Path) -> None:
+    schema = Schema.load("configs/datasets/streams.yaml")
+    read = []
+    for once in (False, True):
+        folder = tmp_path / str(once)
+        write_heavy_tailed(folder, schema, requests=20, impressions=3, mean=32.0, longest=128, once=once)
+        read.append(list(LogReader(Dataset.open(folder), "train", ReaderConfig(batch_size=30, workers=0))))
+    for every, first in zip(*read, strict=True):
+        assert first.request.ids.keys() == every.request.ids.keys()
+        for key, ids in every.request.ids.items():
+            assert np.array_equal(first.request.ids[key], ids) and len(ids)
+        assert np.array_equal(first.impression_id, every.impression_id)
