@@ -51,6 +51,8 @@ class LoopConfig:
         checkpoint: when.
         log_every: steps between lines of numbers.
         max_skipped: this many skipped steps in a row end the run.
+        accumulate: batches, each a step here, of which one step of the dense optimizer is made. A group ends early
+            with an epoch and before an evaluation or a checkpoint, and is left out if one of its batches is skipped.
     """
 
     steps: int
@@ -59,6 +61,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     log_every: int
     max_skipped: int
+    accumulate: int = 1
 
 
 @dataclass(slots=True)
@@ -137,6 +140,7 @@ class Loop:
     _rng_before: dict[str, Any] | None = None  # the batch whose ids are out drew anything for them
     _window: LogWindow = field(default_factory=LogWindow)
     _pending: deque[_Outcome] = field(default_factory=deque)
+    _group: list[torch.Tensor] = field(default_factory=list)  # which batches are usable whose gradients are held
 
     def __post_init__(self) -> None:
         # Where the host need not wait to learn what became of a step, it does so at once.
@@ -247,7 +251,9 @@ class Loop:
         with self._waits.waiting():
             loss = losses.total * rank_share(batch)
             usable, impressions = agree(torch.isfinite(loss.detach()), batch.num_impressions)
-        norm = loss.new_full((), math.nan)
+        self._group.append(usable)
+        ends = self._group_ends()
+        norm = loss.new_full((), math.nan) if ends else loss.new_zeros(())
         if self._guard:
             self._guard.allow(usable)
         if self._run_ahead or usable:
@@ -257,16 +263,31 @@ class Loop:
         else:
             state.model.settle_tables()
         with self.ledger.optimizer():
-            if self._run_ahead or usable:
-                norm = state.dense.clip()
-            taken = usable & torch.isfinite(norm)
-            state.dense.step(taken)
-            state.dense.zero_grad()
+            taken = usable
+            if ends:
+                whole = usable if len(self._group) == 1 else torch.stack(self._group).all()
+                if self._run_ahead or whole:
+                    norm = state.dense.clip(len(self._group))
+                taken = whole & torch.isfinite(norm)
+                state.dense.step(taken)
+                state.dense.zero_grad()
+                self._group.clear()
             progress.step += 1
-            if state.ema and (self._run_ahead or taken):
+            if state.ema and ends and (self._run_ahead or taken):
                 state.ema.update(progress.step - progress.skipped)
         self._window.queued(losses.per_task, batch, taken, delivered)
         self._pending.append(_Outcome.send(progress.step, batch, [usable, loss, norm, impressions], rng))
+
+    def _group_ends(self) -> bool:
+        """Whether the dense optimizer takes its step after this batch."""
+        done, progress = self.state.progress.step + 1, self.state.progress
+        before = (self.config.evaluation.every, self.config.checkpoint.every)
+        return (
+            len(self._group) >= self.config.accumulate
+            or done >= self.config.steps
+            or progress.epoch_step == 0
+            or any(every and done % every == 0 for every in before)
+        )
 
     def _settle(self, ahead: int = 0) -> None:
         """Reads what became of steps, until at most so many of the latest are not read."""

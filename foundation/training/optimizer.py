@@ -87,10 +87,16 @@ class DenseOptimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self._config.lr * factor
 
-    def clip(self) -> torch.Tensor:
-        """Clips the gradients and returns their norm before that, a scalar; a collective call if any is spread."""
+    def clip(self, batches: int = 1) -> torch.Tensor:
+        """Clips the gradients and returns their norm before that, a scalar; a collective call if any is spread.
+
+        Args:
+            batches: whose gradients were added up; they are averaged first.
+        """
         self._hand_over_gradients()
         present = {name: p for name, p in self._local.items() if p.grad is not None}
+        if batches > 1:
+            torch._foreach_div_([p.grad for p in present.values() if p.grad is not None], float(batches))
         norm = self._norm({name: p.grad for name, p in present.items() if p.grad is not None})
         if self._config.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(present.values(), self._config.clip_norm, norm, foreach=True)

@@ -84,6 +84,8 @@ class TrainConfig:
             layers; or dense, the summaries and heads too.
         activation_memory_gb: what the arms of layers may keep for the backward pass; those that save least time per GB
             are computed again. 0 keeps everything.
+        accumulate: batches whose mean gradient makes one step of the dense optimizer. More than 1 only where tables do
+            not learn (`freeze: trunk`, or `sparse.lr: 0`): theirs is updated inside every backward pass.
         device: auto, cpu or cuda.
         epochs: passes over the training split; may be a fraction.
         max_steps: end after so many steps if the epochs are longer; 0 does not.
@@ -113,6 +115,7 @@ class TrainConfig:
     precision: Precision = "fp32"
     compile: Compile = "none"
     activation_memory_gb: float = 0.0
+    accumulate: int = 1
     device: Device = "auto"
     epochs: float = 1.0
     max_steps: int = 0
@@ -132,9 +135,16 @@ class TrainConfig:
             raise ValueError("freeze: trunk needs init_from, and neither dense.weight_decay nor reset_tables")
         if self.epochs <= 0:
             raise ValueError(f"epochs: must be above 0, got {self.epochs}")
-        for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1)):
+        for key, least in (("max_steps", 0), ("seed", 0), ("log_every", 1), ("max_skipped", 1), ("accumulate", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}: must be at least {least}, got {getattr(self, key)}")
+        learns = self.freeze == "none" and (self.sparse.lr or any(self.sparse.table_lr.values()))
+        if self.accumulate > 1 and learns:
+            raise ValueError(
+                f"accumulate: tables are updated inside every backward pass, so {self.accumulate} batches would be as "
+                "many steps for them. Leave it at 1 and make room with activation_memory_gb or more ranks; it goes "
+                "with freeze: trunk and with sparse.lr: 0"
+            )
         if self.seed >= 2**32:
             raise ValueError(f"seed: must be below 2**32, got {self.seed}")
         if self.activation_memory_gb < 0:
@@ -321,6 +331,7 @@ def _build(
             checkpoint=config.checkpoint,
             log_every=config.log_every,
             max_skipped=config.max_skipped,
+            accumulate=config.accumulate,
         ),
         state=state,
         reader=reader,

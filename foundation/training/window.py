@@ -22,6 +22,7 @@ class LogWindow:
         self._loss = 0.0
         self._task_loss: torch.Tensor | None = None  # [2, K]: summed losses and weights of valid labels
         self._norm = 0.0
+        self._norms = 0
         self._steps = 0
         self._impressions = 0
         self._seconds = 0.0
@@ -52,6 +53,7 @@ class LogWindow:
         """Adds a step that is done and was not skipped; `impressions` are those of all ranks."""
         self._loss += loss
         self._norm += norm
+        self._norms += norm > 0  # a batch that waits for others has none
         self._steps += 1
         self._impressions += impressions
         now = time.perf_counter()
@@ -86,7 +88,7 @@ class LogWindow:
         numbers = {
             "loss": loss.item() / dist.get_world_size(),
             "task_loss": dict(zip(task_names, (sums / weights).tolist(), strict=True)),
-            "gradient_norm": self._norm / self._steps,
+            "gradient_norm": self._norm / max(1, self._norms),
             "samples_per_second": self._impressions / seconds,
             "tokens_per_second": tokens / seconds,
             "data_wait": self._waited / self._delivered,

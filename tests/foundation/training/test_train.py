@@ -20,6 +20,7 @@ from foundation.training.efficiency import read_efficiency
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.loop import CheckpointConfig, Loop, TrainingError
+from foundation.training.optimizer import DenseConfig, DenseOptimizer
 from foundation.training.state import Progress
 from foundation.training.train import TrainConfig, steps_of, train
 from tests.foundation.training import small_run
@@ -308,6 +309,36 @@ def test_reset_tables_draws_them_anew_and_keeps_the_rest(data: Path, tmp_path: P
         assert reset[key].std().item() == pytest.approx(plain[key].std().item(), rel=0.5)
 
 
+def test_gradients_of_several_batches_are_averaged_where_tables_stand_still(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: list[torch.Tensor] = []  # of the batches since the last step
+    groups: list[int] = []
+    original = DenseOptimizer.clip
+
+    def clip(self: DenseOptimizer, batches: int = 1) -> torch.Tensor:
+        weight = next(iter(self.parameters.values()))
+        norm = original(self, batches)
+        if groups:  # the hook is there from the second group on
+            assert batches == len(own)
+            torch.testing.assert_close(weight.grad, torch.stack(own).mean(0))
+        else:
+            weight.register_hook(lambda gradient: own.append(gradient.clone()))
+        own.clear()
+        groups.append(batches)
+        return norm
+
+    monkeypatch.setattr(DenseOptimizer, "clip", clip)
+    settings = {"sparse": SparseConfig(lr=0.0), "dense": DenseConfig(lr=0.01, clip_norm=0.0), "accumulate": 3}
+    config = small_run.config(data, tmp_path / "run", max_steps=8, checkpoint=CheckpointConfig(every=5), **settings)
+    result = train(config)
+    assert result.steps == 8 and groups == [3, 2, 3]  # one ends before the checkpoint
+    first, last = (small_run.tensors(config.out, which) for which in (5, "latest"))
+    tables = [key for key in last if key.startswith("model.embeddings.")]
+    assert tables and all(torch.equal(first[key], last[key]) for key in tables)
+    assert not torch.equal(first[_any_weight(first)], last[_any_weight(last)])
+
+
 def test_steps_of_epochs(data: Path) -> None:
     reader = LogReader(small_run.Dataset.open(data), "train", ReaderConfig(batch_size=32, workers=0))
     one = len(reader)
@@ -336,6 +367,8 @@ def test_steps_of_epochs(data: Path) -> None:
         ({"max_steps": -1}, "max_steps"),
         ({"log_every": 0}, "log_every"),
         ({"resume": True, "overwrite": True}, "resume"),
+        ({"accumulate": 0}, "accumulate: must be at least 1"),
+        ({"accumulate": 2}, "accumulate: tables are updated inside every backward pass"),
     ],
 )
 def test_config_names_the_wrong_key(tmp_path: Path, settings: dict[str, Any], key: str) -> None:
