@@ -7,15 +7,11 @@ Nothing of a stage is imported before that stage is asked for.
 from __future__ import annotations
 
 import importlib
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-USAGE_ERROR = 2
-INTERRUPTED = 130
 OWN_PACKAGES = ("kernels", "foundation", "value_models", "transfer", "serving")
 
 
@@ -134,32 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; those of the process when None.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _dispatch(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); the exit must not try to flush to it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError, MemoryError) as error:
-        from foundation.parallel.final_error import is_final, report
+    from foundation.data.commands import run_command
 
-        report(f"error: {_said(error)}", final=is_final(error))
-        return USAGE_ERROR
-
-
-def _said(error: Exception) -> str:
-    """What is wrong, in one line; of the system's errors the path first, under its final name."""
-    text = str(error)
-    if isinstance(error, OSError) and error.errno and error.filename:
-        final = re.sub(r"\.tmp-[^/]*-[0-9]+(-old)?", "", os.fsdecode(error.filename))
-        text = f"{final}: {error.strerror}"
-    elif isinstance(error, MemoryError):
-        text = f"there is not enough memory for sizes such as these{f' ({text})' if text else ''}"
-    return " ".join(text.split())
+    return run_command(_dispatch, list(sys.argv[1:] if argv is None else argv))
 
 
 def help_text(group: str = "") -> str:

@@ -23,20 +23,21 @@ def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> 
     Args:
         config_class: the dataclass; nested dataclasses become dotted options.
         arguments: such as ["--config", "configs/foundation/tiny.yaml", "--model.width", "64"].
-        name: the command, for the usage line.
+        name: the command, for the usage line: one of `opengem`'s, or "python -m MODULE".
 
     Raises:
         ValueError: an unknown option, a value of the wrong type, or what the dataclass refuses.
     """
     from jsonargparse import ArgumentError
 
-    parser = _parser(config_class, name)
+    command = name if name.startswith("python ") else f"opengem {name}"
+    parser = _parser(config_class, command)
     try:
         resolved = _resolve_presets(arguments)
         parsed = parser.instantiate(parser.parse_args(resolved))
     except ArgumentError as error:
         said = reworded(str(error), list(parser.get_defaults().keys()), _config_files(resolved))
-        raise ValueError(f"{said} (`opengem {name} --help` lists the options)") from error
+        raise ValueError(f"{said} (`{command} --help` lists the options)") from error
     return _build(config_class, parsed)
 
 
@@ -56,10 +57,10 @@ def from_plain(config_class: type, values: Mapping[str, Any]) -> Any:
     return _build(config_class, parsed)
 
 
-def _parser(config_class: type, name: str) -> Any:
+def _parser(config_class: type, command: str) -> Any:
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog=f"opengem {name}", exit_on_error=False)
+    parser = ArgumentParser(prog=command, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     _add_fields(parser, config_class, prefix="")
     return parser

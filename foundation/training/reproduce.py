@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from foundation.data.batch_file import load_batch
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.training.bundle import BUNDLE, batch_file, weights_hash
 from foundation.training.checkpoint import load_model
@@ -142,7 +143,7 @@ class _First:
 
 def main(arguments: list[str]) -> None:
     """Prints what the step did."""
-    found = reproduce(parse_config(ReproduceConfig, arguments, name="reproduce"))
+    found = reproduce(parse_config(ReproduceConfig, arguments, name="python -m foundation.training.reproduce"))
     same = {True: "the same", False: "not the same", None: "of several ranks, not compared"}[found.same_weights]
     print(f"step {found.step}: {found.reason}")
     print(f"loss {found.loss}, recorded {found.recorded}; weights: {same}")
@@ -152,4 +153,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

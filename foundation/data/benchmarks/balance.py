@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from foundation.data.arrow_columns import column_roles, to_column
+from foundation.data.commands import run_command
 from foundation.data.dataset import Dataset, write_manifest
 from foundation.data.encoder_fit import EncoderFit
 from foundation.data.index import RowGroup, SplitIndex
@@ -203,7 +204,7 @@ def _index(requests: Requests) -> SplitIndex:
 
 def main(arguments: list[str]) -> None:
     """Prints the table."""
-    config: BalanceConfig = parse_config(BalanceConfig, arguments, name="balance")
+    config: BalanceConfig = parse_config(BalanceConfig, arguments, name="python -m foundation.data.benchmarks.balance")
     print("| ranks | window | how | before, mean | p95 | balanced, mean | p95 | optimum | over the optimum |")
     print("|---|---|---|---|---|---|---|---|---|")
     for ranks in config.ranks:
@@ -231,4 +232,4 @@ def _row(ranks: int, window: int, how: str, before: Imbalance, after: Imbalance)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.data.batch import Batch
+from foundation.data.commands import run_command
 from foundation.data.encoding import EncodedBatch
 from foundation.data.options import parse_config
 from foundation.data.schema import Schema
@@ -154,7 +155,7 @@ def _kernel_seconds(step: Callable[[], None]) -> float:
 
 def main(arguments: list[str]) -> None:
     """Prints the table."""
-    config: SharingConfig = parse_config(SharingConfig, arguments, name="sharing")
+    config: SharingConfig = parse_config(SharingConfig, arguments, name="python -m foundation.model.benchmarks.sharing")
     where = torch.cuda.get_device_name() if config.device.startswith("cuda") else "cpu, float32"
     print(f"{config.preset} on {config.schema}, {config.impressions} impressions, mean {config.events} events, {where}")
     times = "ms shared | apart | ratio | kernels' ms shared | apart | ratio"
@@ -171,4 +172,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

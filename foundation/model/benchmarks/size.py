@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import even_load, meta_model, model_config, table_rows
@@ -55,7 +56,7 @@ def size(config: SizeConfig) -> Size:
 
 def main(arguments: list[str]) -> None:
     """Prints the counts."""
-    config: SizeConfig = parse_config(SizeConfig, arguments, name="size")
+    config: SizeConfig = parse_config(SizeConfig, arguments, name="python -m foundation.model.benchmarks.size")
     counted = size(config)
     total = sum(counted.flops.values())
     print(f"{config.preset} on {config.schema}, {config.events} events and {config.impressions} impressions a request")
@@ -66,4 +67,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from foundation.data import settings
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import model_config, table_rows
@@ -166,7 +167,9 @@ def _most() -> float:
 
 def main(arguments: list[str]) -> None:
     """Prints the table."""
-    config: MemoryConfig = parse_config(MemoryConfig, arguments, name="plan_memory")
+    config: MemoryConfig = parse_config(
+        MemoryConfig, arguments, name="python -m foundation.parallel.benchmarks.plan_memory"
+    )
     if not torch.cuda.is_available():
         raise SystemExit("plan_memory: needs a CUDA device")
     results: dict[str, dict[str, Any]] = {}
@@ -196,4 +199,4 @@ def _plain(found: Bytes) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.training.checkpoint_writer import CheckpointConfig, CheckpointWriter
 from foundation.training.launch import Device, pick_device
@@ -53,7 +54,7 @@ class SaveConfig:
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    config: SaveConfig = parse_config(SaveConfig, arguments, name="checkpoint")
+    config: SaveConfig = parse_config(SaveConfig, arguments, name="python -m foundation.training.benchmarks.checkpoint")
     found = run(config)
     print(
         f"{config.gb:g} GB in {found['tensors']} tensors on {found['device']}, {config.saves} saves of each kind\n\n"
@@ -145,4 +146,4 @@ def _process_group() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from foundation.data.batch import Batch
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.training.benchmarks.step import StepConfig, prepared
 
@@ -107,7 +108,9 @@ def verdict(lines: list[dict[str, float]], tolerance: float, loss_tolerance: flo
 
 def main(arguments: list[str]) -> None:
     """Runs and judges."""
-    config: EnduranceConfig = parse_config(EnduranceConfig, arguments, name="endurance")
+    config: EnduranceConfig = parse_config(
+        EnduranceConfig, arguments, name="python -m foundation.training.benchmarks.endurance"
+    )
     lines = run(config)
     wrong = verdict(lines, config.tolerance, config.loss_tolerance)
     print(wrong or f"{config.steps} steps: no drift of memory or loss, all finite")
@@ -116,4 +119,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

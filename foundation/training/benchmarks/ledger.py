@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.training.launch import Device, launched
 from foundation.training.ledger import LEDGER, Ledger
@@ -97,7 +98,9 @@ def _microseconds(what: Callable[[], object], count: int, after: Callable[[], ob
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    config: LedgerBenchConfig = parse_config(LedgerBenchConfig, arguments, name="ledger")
+    config: LedgerBenchConfig = parse_config(
+        LedgerBenchConfig, arguments, name="python -m foundation.training.benchmarks.ledger"
+    )
     found = run(config)
     print(json.dumps(found))
     print(f"CPU time on {found['device']}, microseconds:")
@@ -108,4 +111,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

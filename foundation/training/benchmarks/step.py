@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from foundation.data.batch import Batch
+from foundation.data.commands import run_command
 from foundation.data.logs import LogReader
 from foundation.data.options import parse_config
 from foundation.data.schema import Schema
@@ -108,7 +109,7 @@ class _Endless:
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    config: StepConfig = parse_config(StepConfig, arguments, name="step")
+    config: StepConfig = parse_config(StepConfig, arguments, name="python -m foundation.training.benchmarks.step")
     found = run(config)
     _print(config, found)
     if config.out:
@@ -375,4 +376,4 @@ def _print(config: StepConfig, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

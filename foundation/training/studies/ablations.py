@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from foundation.data.commands import run_command
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write
 from foundation.data.options import parse_config
@@ -131,8 +132,8 @@ def table(numbers: Mapping[str, Any], against: str, tasks: Sequence[str]) -> str
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    ablations(parse_config(AblationsConfig, arguments, name="ablations"))
+    ablations(parse_config(AblationsConfig, arguments, name="python -m foundation.training.studies.ablations"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from foundation.data.commands import run_command
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write
 from foundation.data.options import parse_config
@@ -178,8 +179,8 @@ def picture(numbers: Mapping[str, Any]) -> str:
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    scaling(parse_config(ScalingConfig, arguments, name="scaling"))
+    scaling(parse_config(ScalingConfig, arguments, name="python -m foundation.training.studies.scaling"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import opengem
+from foundation.data.commands import USAGE_ERROR
 from foundation.data.options import parse_config
 from foundation.model.benchmarks.presets import model_config, table_rows
 from foundation.model.gem import GEM
@@ -189,7 +190,7 @@ def test_a_dataset_says_what_its_requests_are_like(tmp_path: Path) -> None:
 def test_what_cannot_be_is_one_line_with_the_numbers(
     arguments: tuple[str, ...], words: list[str], schema_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert opengem.main(["plan", *SMALL, "--schema", schema_file, *arguments]) == opengem.USAGE_ERROR
+    assert opengem.main(["plan", *SMALL, "--schema", schema_file, *arguments]) == USAGE_ERROR
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert all(word in line for word in words), line
 

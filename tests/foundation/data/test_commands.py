@@ -1,0 +1,71 @@
+"""How commands end: one line and a status for a user's error, whichever way the command is started."""
+
+from __future__ import annotations
+
+import errno
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.data.commands import INTERRUPTED, USAGE_ERROR, run_command
+
+ROOT = Path(__file__).parents[3]
+MODULES = [
+    path.relative_to(ROOT)
+    for path in sorted(ROOT.glob("foundation/**/*.py"))
+    if re.search(r'main\(arguments: list\[str\]\).*__name__ == "__main__"', path.read_text(), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("key: two\nlines"), USAGE_ERROR, "error: key: two lines\n"),
+        (OSError(errno.ENOSPC, "No space left", "/x/run.tmp-host-12/part"), USAGE_ERROR,
+         "error: /x/run/part: No space left\n"),
+        (MemoryError(), USAGE_ERROR, "error: there is not enough memory for sizes such as these\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+    def command(arguments: list[str]) -> Any:
+        raise error
+
+    assert run_command(command, []) == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_command_has_its_own_status() -> None:
+    assert run_command(lambda arguments: None, []) == 0
+    assert run_command(lambda arguments: len(arguments), ["a", "b", "c"]) == 3
+
+
+def test_a_fault_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(KeyError):
+        run_command(lambda arguments: {}[arguments[0]], ["a"])
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_modules_that_are_commands_end_in_the_same_way(path: Path) -> None:
+    text = (ROOT / path).read_text()
+    module = str(path.with_suffix("")).replace("/", ".")
+    assert text.endswith('if __name__ == "__main__":\n    sys.exit(run_command(main, sys.argv[1:]))\n')
+    assert f'name="python -m {module}"' in text, "what the command's own help and errors call it"
+
+
+def test_a_module_run_by_python_names_itself() -> None:
+    module = "foundation.training.studies.ablations"
+    found = subprocess.run(
+        [sys.executable, "-m", module, "--variant", "{}"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert found.returncode == USAGE_ERROR and "Traceback" not in found.stderr
+    assert found.stderr.splitlines()[-1].startswith("error: ")
+    assert f"(`python -m {module} --help` lists the options)" in found.stderr
