@@ -1,11 +1,12 @@
 """Table replicas whole, fully sharded, and fully sharded by TorchRec: memory and time of a step, and what is computed.
 
-    torchrun --nproc_per_node 2 -m foundation.parallel.benchmarks.fully_sharded [--preset tiny moderate] [--out FILE]
+    torchrun --nproc_per_node 2 -m foundation.parallel.benchmarks.fully_sharded [--preset tiny moderate] [--references]
 
-Every rank is a replica of tables that are large beside the rest of the preset, and trains on batches of its own. For
-each way it prints the GB that a step holds at most, behind the forward pass and between steps, what replicas let go of
-their rows, the time of a step, and by how much losses differ from those of whole replicas. The command fails if those
-of the project's way do, or if another number of bytes is let go than the parts of the others.
+The combinations of `equality` with replicas are checked first, fully sharded. Then every rank is a replica of tables
+that are large beside the rest of the preset, and trains on batches of its own. For each way it prints the GB that a
+step holds at most, behind the forward pass and between steps, what replicas let go of their rows, the time of a step,
+and by how much losses differ from those of whole replicas. The command fails if those of the project's way do, or if
+another number of bytes is let go than the parts of the others.
 
 `compare` says what TorchRec's strategy `ShardingStrategy.FULLY_SHARDED`, which is for CUDA only, computes: two table
 groups on the batches of `equality`, as TorchRec does it, and with rows and AdaGrad's sums averaged after every step
@@ -17,12 +18,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -36,6 +40,7 @@ from foundation.parallel import parallelize as spreading
 from foundation.parallel.benchmarks import equality
 from foundation.parallel.benchmarks.over_ranks import most, wait
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
+from foundation.parallel.benchmarks.reference import Trained
 from foundation.parallel.benchmarks.scaling import PRESETS, Preset
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.draw import draw_tables
@@ -50,6 +55,7 @@ from foundation.training.state import TrainState
 STEPS = 6
 ROWS = {"moderate": 12_000_000, "tiny": 1_000_000}
 """Of the tables of users and items in each preset."""
+KERNELS = ("block_attention", "gdpa", "interaction", "jagged", "jagged_attention", "norms", "token_mixing")
 ROUNDED = 4 << 20
 """Bytes by which the allocator may round what is let go."""
 
@@ -217,6 +223,19 @@ def measure(preset: Preset, way: str, warm: int, steps: int, device: torch.devic
     )
 
 
+def references() -> ExitStack:
+    """A context in which the project's kernels are PyTorch's operators: more memory, but nothing to compile."""
+    stack = ExitStack()
+    for name in KERNELS:
+        op = importlib.import_module(f"kernels.{name}.op")
+        stack.enter_context(mock.patch.object(op, "_backend", partial(_reference, op)))
+    return stack
+
+
+def _reference(op: ModuleType, *_: torch.Tensor) -> ModuleType:
+    return op.reference
+
+
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
@@ -230,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--preset", choices=tuple(ROWS), nargs="+", default=["moderate"])
+    parser.add_argument("--references", action="store_true", help="nothing to compile: the kernels' references")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
@@ -240,11 +260,28 @@ def main() -> None:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
     join_ranks("nccl" if device.type == "cuda" else "gloo")
+    with references() if options.references else nullcontext():
+        wrong = _run(options, device)
+    dist.destroy_process_group()
+    if wrong:
+        raise SystemExit("; ".join(wrong))
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> list[str]:
+    """Prints everything; returns what is wrong."""
     world, first = dist.get_world_size(), dist.get_rank() == 0
-    values, wrong = {}, []
+    values: dict[str, Any] = {}
+    wrong = []
+    trained: dict[str, Trained] = {}
+    for case in _cases(world):
+        outcome = equality.check(case, 4, device, trained)
+        wrong += [] if outcome.equal else [f"{case.name(world)} differs"]
+        if first:
+            print(f"{case.name(world)}: {outcome}", flush=True)
     for name in options.preset:
         preset, rows = PRESETS[name], ROWS[name]
-        preset = replace(preset, sizes=replace(preset.sizes, users=rows, items=rows))
+        # Histories of one length, since references pad them.
+        preset = replace(preset, sizes=replace(preset.sizes, users=rows, items=rows, tail=0.0))
         found: dict[str, Found] = {}
         for way in ("whole", "fully sharded", *(["TorchRec"] if device.type == "cuda" else [])):
             found[way] = measure(preset, way, options.warm, options.steps, device)
@@ -255,9 +292,19 @@ def main() -> None:
         values[name] = {way: {key: getattr(one, key) for key in one.__slots__} for way, one in found.items()}
         if first and options.out:
             options.out.write_text(json.dumps(values, indent=1))
-    dist.destroy_process_group()
-    if wrong:
-        raise SystemExit("; ".join(wrong))
+    return wrong
+
+
+def _cases(world: int) -> list[equality.Case]:
+    """Those of `equality` with replicas, fully sharded; each once."""
+    found = {}
+    for case in equality.cases(world):
+        sparse = case.parallel.sparse
+        if sparse.replicas > 1 and sparse.sync_every == 1:
+            parts = replace(case.parallel, sparse=replace(sparse, fully_sharded=True))
+            one = replace(case, parallel=parts)
+            found[one.name(world)] = one
+    return list(found.values())
 
 
 def _wrong(found: dict[str, Found], world: int, preset: Preset) -> list[str]:
