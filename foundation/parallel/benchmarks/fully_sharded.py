@@ -288,10 +288,10 @@ def _run(options: argparse.Namespace, device: torch.device) -> list[str]:
             gc.collect()
             if first:
                 print(f"{name}, {way}: {found[way].describe(found['whole'])}", flush=True)
+            values[name] = {way: {key: getattr(one, key) for key in one.__slots__} for way, one in found.items()}
+            if first and options.out:
+                options.out.write_text(json.dumps(values, indent=1))
         wrong += [f"{name}: {why}" for why in _wrong(found, world, preset)]
-        values[name] = {way: {key: getattr(one, key) for key in one.__slots__} for way, one in found.items()}
-        if first and options.out:
-            options.out.write_text(json.dumps(values, indent=1))
     return wrong
 
 
