@@ -71,7 +71,8 @@ JOBS = [
         for name in ("pad", "unpad", "gather", "spread", "concat", "split", "sequences", "copies")
         for width in (64, 256)
     ),
-    *(Job("sum", width, length) for width in (64, 256) for length in (8, 32, 512)),
+    *(Job("sum", width, length) for width in (64, 256) for length in (32, 512)),
+    *(Job("short_sum", width) for width in (64, 256)),
     *(Job(f"norm_{way}", width) for way in ("forward", "backward") for width in (128, 256, 1024, 4096)),
     Job("tables", 256),
     *(Job(f"fm_{way}", *shape) for way in ("forward", "backward") for shape in FM),
@@ -110,6 +111,11 @@ def candidates(job: Job) -> list[Config]:
             for stages in (2, 3)
         ]
     block = triton.next_power_of_2(job.width)
+    if job.kernel == "short_sum":
+        shapes = [(4096, 8, 2), (4096, 8, 4), (8192, 8, 4), (8192, 4, 4), (8192, 16, 4), (16384, 8, 8)]
+        return [
+            {"GROUP": max(1, size // (rows * block)), "ROWS": rows, "num_warps": warps} for size, rows, warps in shapes
+        ]
     if job.kernel == "sum":
         tiles = [(2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
         chunks = (128, 256, 512) if job.length > 64 else (512,)
@@ -181,7 +187,7 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
         x = torch.randn(rows, width, device="cuda").bfloat16()
         index = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).cuda()
         return tables_triton.table_sum, jagged_reference.table_sum, (x, index, (2048, 64))
-    longest = 2 * job.length if job.kernel == "sum" else 1024
+    longest = {"sum": 2 * job.length, "short_sum": 16}.get(job.kernel, 1024)
     rows = 2000 if small else 2**27 // width
     offsets = offsets_from_lengths(packed_lengths(max(2, 2 * rows // longest), longest, "s=.5")).cuda()
     total, batch = int(offsets[-1]), offsets.shape[0] - 1
@@ -205,6 +211,7 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
         "sequences_kernel": ("gather_sequences", (source, few, index, new, copied)),
         "copies_kernel": ("sum_sequences", (x, few, index, new, source.shape[0], True)),
         "sum": ("segment_sum", (x, offsets, False)),
+        "short_sum": ("segment_sum", (x, offsets, False)),
     }[job.kernel]
     return getattr(jagged_kernels, name), getattr(jagged_reference, name), given
 

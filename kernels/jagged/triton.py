@@ -25,6 +25,7 @@ from kernels.common import memory_tuning
 from kernels.common.rows import rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
+from kernels.jagged.short_sums_triton import SHORT, short_sum, starts
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
@@ -326,9 +327,9 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
     if values.dtype not in _SUMMED:
         return reference.scatter_sum(values, index, rows, rising)
     if rising and index.dim() == 1:
-        return _sum(values, _starts(index, rows), None, 1, False)
+        return _sum(values, starts(index, rows), None, 1, False)
     ordered, order = _sort(index.flatten(), rows)
-    return _sum(values, _starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
+    return _sum(values, starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
 
 
 def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -418,7 +419,7 @@ def sum_sequences(
         if not rising:
             index, order = _sort(index, batch)
         x = _matrix(grad)
-        arguments = (x, out, offsets, _starts(index, batch), order, new_offsets, batch, total, x.stride(0))
+        arguments = (x, out, offsets, starts(index, batch), order, new_offsets, batch, total, x.stride(0))
         _launch(copies_kernel, total, x, arguments, ROUNDS=rounds(batch))
     return out
 
@@ -431,6 +432,8 @@ def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, me
     if values.numel() == 0:
         return out.zero_()
     x, total = _matrix(values), values.shape[0] * choices
+    if order is None and total <= SHORT * batch:
+        return short_sum(x, offsets, mean, out)
     config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or sum_default(x.shape[1])
     options = {**config, "BLOCK": min(_block(x.shape[1]), 512), "ROUNDS": rounds(batch), "MEAN": mean}
     width, chunk = x.shape[1], config["CHUNK"]
@@ -458,12 +461,6 @@ def _matrix(x: Tensor) -> Tensor:
     """``[T, ...]`` as ``[T, W]`` with contiguous rows; a copy only where it has to be."""
     y = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
     return y if y.stride(1) == 1 else y.contiguous()
-
-
-def _starts(ordered: Tensor, rows: int) -> Tensor:
-    """Where the entries of each of ``rows`` values begin in a rising index: int64 ``[rows + 1]``."""
-    bounds = torch.arange(rows + 1, device=ordered.device, dtype=ordered.dtype)
-    return torch.searchsorted(ordered, bounds)
 
 
 def _sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_triton
 from kernels.common.memory_tuning import forced
 from kernels.jagged import reference as jagged_reference
-from kernels.jagged import tables_triton
+from kernels.jagged import short_sums_triton, tables_triton
 from kernels.jagged import triton as jagged_triton
 from kernels.norms import reference as norm_reference
 from kernels.norms import triton as norm_triton
@@ -141,6 +141,24 @@ def chunks() -> None:
     x[513] = torch.nan
     bad = jagged_triton.segment_sum(x, offsets, False).isnan().any(1)
     assert bad.tolist() == [False, True, False, False, False, False]
+
+
+def short_sums() -> None:
+    """Several sequences in a program, some of them longer than what is summed side by side; starts of an index."""
+    lengths = [3, 0, 65, 1, *[2, 0, 9] * 30, 64, 300, 0, 4]
+    offsets = offsets_of(lengths)
+    for width in (1, 3, 130):
+        x = torch.randn(int(offsets[-1]), 2, width)[:, 1]
+        for mean in (False, True):
+            same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, mean)
+    x[3] = x[-1] = torch.nan
+    bad = jagged_triton.segment_sum(x, offsets, False).isnan().any(1)
+    assert bad.nonzero().flatten().tolist() == [2, len(lengths) - 1]
+    for index in ([0] * 1024, [5] * 1030, [0, 0, 3, 7], [*range(2, 900), *[900] * 1500, 1999], [1, 1800]):
+        for dtype in (torch.int64, torch.int32):
+            ordered = torch.tensor(index, dtype=dtype)
+            want = torch.searchsorted(ordered, torch.arange(2001, dtype=dtype))
+            assert torch.equal(short_sums_triton.starts(ordered, 2000), want)
 
 
 def tables() -> None:

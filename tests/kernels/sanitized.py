@@ -145,6 +145,7 @@ def movement(masks: Masks) -> None:
     """Every kernel, on rows that fill no block."""
     offsets = offsets_from_lengths(torch.tensor(LENGTHS)).cuda()
     rows, batch = int(offsets[-1]), len(LENGTHS)
+    short = offsets_from_lengths(torch.tensor([*[5, 0, 3] * 60, 112])).cuda()
     few = torch.tensor([0, 0, 2, 2, 2, 8], device="cuda")
     total = int(offsets.diff()[few].sum())
     choice = torch.stack([torch.randint(130, (rows,)), 130 + torch.randint(7, (rows,))], dim=1).cuda()
@@ -157,6 +158,7 @@ def movement(masks: Masks) -> None:
         run("split", lambda x: torch.cat(jagged.split(x, offsets, offsets, rows)[::-1]), (torch.cat([x, y]),))
         run("broadcast_add", lambda x, d: jagged.broadcast_add(x, offsets, d), (x, dense))
         run("segment_mean", lambda x: jagged.segment_mean(x, offsets), (x,))
+        run("short sums", lambda x: jagged.segment_sum(x, short), (x,))
         for rising, index in ((True, few), (False, few.flip(0))):
             run("gather_rows", lambda d, i=index, r=rising: jagged.gather_rows(d, i, rising=r), (dense,))
             run(

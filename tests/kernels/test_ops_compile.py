@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.block_attention import triton as block_attention  # noqa: E402
-from kernels.jagged import tables_triton  # noqa: E402
+from kernels.jagged import short_sums_triton, tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
@@ -102,6 +102,24 @@ def test_gradients_of_two_tables(arch: int) -> None:
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert resources(compiled)["stack"] == 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_short_sums_have_wide_accesses(arch: int) -> None:
+    config = dict(short_sums_triton.default(64))
+    warps = config.pop("num_warps")
+    constants = {"MEAN": True, "WIDTH": 64, "BLOCK": 64, "LIMIT": 64, **config}
+    compiled = build(short_sums_triton.short_sum_kernel, constants, arch, torch.bfloat16, num_warps=warps)
+    assert "ld.global.v4" in compiled.asm["ptx"], "rows are read 16 bytes at a time"
+    if arch == 90:
+        assert resources(compiled)["stack"] == 0
+    build(
+        short_sums_triton.starts_kernel,
+        {"ENTRIES": 1024, "STEPS": 11, "AT_ONCE": 256},
+        arch,
+        torch.bfloat16,
+        num_warps=4,
+    )
 
 
 @pytest.mark.parametrize("arch", [90, 100])

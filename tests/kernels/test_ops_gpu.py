@@ -120,6 +120,7 @@ MOVEMENTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "broadcast_add": lambda x, y, dense: jagged.broadcast_add(x, offsets_of(LENGTHS), dense),
     "segment_sum": lambda x, y, dense: jagged.segment_sum(x, offsets_of(LENGTHS)),
     "segment_mean": lambda x, y, dense: jagged.segment_mean(y, offsets_of(OTHER)),
+    "segment_mean, short": lambda x, y, dense: jagged.segment_mean(x, offsets_of([*[7, 0, 3] * 80, 164])),
     "gather_rows": lambda x, y, dense: jagged.gather_rows(x, torch.arange(2000, device="cuda") * 7 % 900),
     "gather_rows, rising": lambda x, y, dense: jagged.gather_rows(
         x, torch.arange(2000, device="cuda") // 700, rising=True

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    "parts", ["block_attention block_attention_leaks", "movement", "gathers chunks tables empty_movement", "norms"]
+    "parts",
+    ["block_attention block_attention_leaks", "movement short_sums", "gathers chunks tables empty_movement", "norms"],
 )
 def test_kernels_equal_the_references(parts: str) -> None:
     check_in_interpreter("-m", "tests.kernels.interpreted_ops", *parts.split())
