@@ -1,4 +1,4 @@
-"""Every table, one after another: ``python -m kernels.benchmarks``; ``python -m kernels.benchmarks gdpa norms``: some."""
+"""Every table: ``python -m kernels.benchmarks``; some of them: ``python -m kernels.benchmarks gdpa norms``."""
 
 from __future__ import annotations
 
