@@ -99,7 +99,7 @@ def candidates(job: Job) -> list[Config]:
             }
             for group in ((1, 2) if job.kernel == "mix_backward" and job.length <= 32 else (1,))
             for step, warps in itertools.product(steps, (4, 8))
-            for stages in (2, 4)
+            for stages in ((2, 4) if mixes else (2, 3, 4))
             for more in ((8, 256) if job.kernel == "fm_forward" else (4, 8))
         ]
     if job.kernel == "tables":

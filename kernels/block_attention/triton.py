@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.block_attention.reference import BLOCK
 from kernels.common import memory_tuning
 from kernels.common.activations import INTERPRET
+from kernels.common.launcher import queue
 from kernels.common.rows import rounds
 from kernels.common.sequences import load_rows, sequence_tile, store_rows
 
@@ -213,13 +214,18 @@ def forward(
     q, k, v = _rows(q), _rows(k), _rows(v)
     positions, frequencies, columns = _rotary(positions, frequencies)
     batch = offsets.shape[0] - 1
-    constants = _constants(width, q.dtype == torch.float32, columns, BLOCK)
-    options = _config("block_forward", q, 1, columns)
-    forward_kernel[((total // BLOCK + batch) * heads,)](
+    constants = {
+        "HEADS": heads,
+        "GROUP": heads // k.shape[1],
+        "ROUNDS": rounds(batch),
+        **_constants(width, q.dtype == torch.float32, columns, BLOCK),
+        **_config("block_forward", q, 1, columns),
+    }
+    arguments = (
         q, k, v, out, offsets, positions, frequencies, batch, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        heads, heads // k.shape[1], **constants, ROUNDS=rounds(batch), **options,
     )  # fmt: skip
+    queue(forward_kernel, (total // BLOCK + batch) * heads, arguments, constants)
     return out
 
 
@@ -245,13 +251,18 @@ def backward(
         k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
         dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
         return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
-    constants = _constants(width, q.dtype == torch.float32, columns, BLOCK)
-    options = _config("block_backward", q, heads // key_heads, columns)
-    backward_kernel[((total // BLOCK + batch) * key_heads,)](
+    constants = {
+        "HEADS": heads,
+        "GROUP": heads // key_heads,
+        "ROUNDS": rounds(batch),
+        **_constants(width, q.dtype == torch.float32, columns, BLOCK),
+        **_config("block_backward", q, heads // key_heads, columns),
+    }
+    arguments = (
         q, k, v, grad, dq, dk, dv, offsets, positions, frequencies, batch, scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), grad.stride(0), grad.stride(1),
-        heads, heads // key_heads, **constants, ROUNDS=rounds(batch), **options,
     )  # fmt: skip
+    queue(backward_kernel, (total // BLOCK + batch) * key_heads, arguments, constants)
     return dq, dk, dv
 
 

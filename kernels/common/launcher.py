@@ -48,6 +48,42 @@ class Variant:
             self._compiled = compiled  # None from the interpreter
 
 
+_BOUND: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], Any]] = {}
+"""Compiled kernels, their constants and their source, whose id so stays theirs, by all that Triton compiles for."""
+
+
+def queue(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Queues ``programs`` programs of a kernel, as ``kernel[(programs,)](*arguments, **constants)`` does.
+
+    Triton binds the arguments once for each kind of them: for dtypes, for addresses and integers that are multiples of
+    16 or not, for integers that are 1 or need 64 bits. More kinds are told apart here than Triton does.
+
+    Args:
+        kernel: a ``triton.jit`` function whose constants come last.
+        arguments: tensors, of which the first is one, ``None`` and numbers, in order.
+        constants: its ``constexpr`` arguments and options, ``num_warps`` and the like.
+    """
+    values, kinds = [], [id(kernel), arguments[0].get_device()]
+    for x in arguments:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            values.append(address)
+            kinds += (x.dtype, address & 15 == 0)
+        else:
+            values.append(x)
+            kinds.append((x & 15 == 0, x == 1, x > 2147483647) if type(x) is int else type(x))
+    key = (*kinds, *constants.items())
+    bound = _BOUND.get(key)
+    if bound is not None:
+        compiled, tail, _ = bound
+        compiled[(programs, 1, 1)](*values, *tail)
+        return
+    compiled = kernel[(programs,)](*arguments, **constants)
+    if compiled is not None:  # as it is from the interpreter
+        tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
+        _BOUND[key] = compiled, tail, kernel
+
+
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Device memory for descriptors, from PyTorch's allocator, which aligns to 512 bytes."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import queue
 
 SHORT = 16
 """Most rows of a mean sequence for these sums."""
@@ -26,6 +27,8 @@ LIMIT = 64
 
 ENTRIES = 1024
 """Of an index, for one program."""
+
+_STARTS = {"ENTRIES": ENTRIES, "STEPS": ENTRIES.bit_length(), "AT_ONCE": 256, "num_warps": 4}
 
 
 @triton.jit(do_not_specialize=["N", "rows"])
@@ -99,10 +102,7 @@ def starts(ordered: Tensor, rows: int) -> Tensor:
     count = ordered.shape[0]
     if count == 0:
         return out.zero_()
-    grid = (triton.cdiv(count, ENTRIES),)
-    starts_kernel[grid](
-        ordered.contiguous(), out, count, rows, ENTRIES=ENTRIES, STEPS=ENTRIES.bit_length(), AT_ONCE=256, num_warps=4
-    )
+    queue(starts_kernel, -(-count // ENTRIES), (ordered.contiguous(), out, count, rows), _STARTS)
     return out
 
 
@@ -111,10 +111,9 @@ def short_sum(x: Tensor, offsets: Tensor, mean: bool, out: Tensor) -> Tensor:
     batch, width = offsets.shape[0] - 1, x.shape[1]
     config = memory_tuning.find("short_sum", x.device, x.dtype, width, 1) or default(width)
     block = min(triton.next_power_of_2(width), 512)
-    grid = (triton.cdiv(batch, config["GROUP"]) * triton.cdiv(width, block),)
-    short_sum_kernel[grid](
-        x, out, offsets, batch, x.stride(0), MEAN=mean, WIDTH=width, LIMIT=LIMIT, BLOCK=block, **config
-    )
+    programs = -(-batch // config["GROUP"]) * -(-width // block)
+    constants = {"MEAN": mean, "WIDTH": width, "LIMIT": LIMIT, "BLOCK": block, **config}
+    queue(short_sum_kernel, programs, (x, out, offsets, batch, x.stride(0)), constants)
     return out
 
 

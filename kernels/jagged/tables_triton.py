@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import queue
 
 SMALL = 64
 LARGE = 2**14
@@ -170,26 +171,24 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     blocks = triton.cdiv(rows, BLOCK_ROWS)
     sides = (rows, rows, rows, blocks * groups, blocks * groups)
     keys, order, taken, counts, before = (values.new_empty(side, dtype=torch.int32) for side in sides)
-    count_kernel[(blocks,)](
-        index[:, big], index[:, 1 - big], keys, counts, before, rows, blocks, index.stride(0), firsts[big],
-        firsts[1 - big], GROUPS=groups, ROWS=BLOCK_ROWS,
-    )  # fmt: skip
+    constants = {"GROUPS": groups, "ROWS": BLOCK_ROWS}
+    arguments = (index[:, big], index[:, 1 - big], keys, counts, before, rows, blocks, index.stride(0))
+    queue(count_kernel, blocks, (*arguments, firsts[big], firsts[1 - big]), constants)
     totals = counts.cumsum(0, dtype=torch.int32)
-    order_kernel[(blocks,)](keys, counts, totals, before, order, taken, rows, blocks, GROUPS=groups, ROWS=BLOCK_ROWS)
+    queue(order_kernel, blocks, (keys, counts, totals, before, order, taken, rows, blocks), constants)
     block = min(config["BLOCK"], max(64, triton.next_power_of_2(width)))
     parts = triton.cdiv(width, block)
     programs = max(1, min(config["PROGRAMS"] * _processors(values.device) // parts, triton.cdiv(rows, 256)))
     share = triton.cdiv(triton.cdiv(rows, programs), config["ROWS"]) * config["ROWS"]
     partial = values.new_empty((programs + groups - 1, 128, width), dtype=torch.float32)
     out = values.new_empty(sum(sizes), width)
-    sum_kernel[(programs * parts,)](
-        values, order, taken, totals, partial, blocks, rows, share, values.stride(0), GROUPS=groups, WIDTH=width,
-        BLOCK=block, ROWS=config["ROWS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
-    )  # fmt: skip
-    finish_kernel[((triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts,)](
-        out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big], BIG=sizes[big],
-        WIDTH=width, BLOCK=block,
-    )  # fmt: skip
+    constants = {"WIDTH": width, "BLOCK": block}
+    own = {"GROUPS": groups, **{name: config[name] for name in ("ROWS", "STAGES", "num_warps")}}
+    arguments = (values, order, taken, totals, partial, blocks, rows, share, values.stride(0))
+    queue(sum_kernel, programs * parts, arguments, {**constants, **own})
+    programs_after = (triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts
+    arguments = (out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big])
+    queue(finish_kernel, programs_after, arguments, {**constants, "BIG": sizes[big]})
     return out
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import queue
 from kernels.common.rows import rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
@@ -435,14 +436,15 @@ def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, me
     if order is None and total <= SHORT * batch:
         return short_sum(x, offsets, mean, out)
     config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or sum_default(x.shape[1])
-    options = {**config, "BLOCK": min(_block(x.shape[1]), 512), "ROUNDS": rounds(batch), "MEAN": mean}
     width, chunk = x.shape[1], config["CHUNK"]
-    parts = -(-width // options["BLOCK"])
+    block = min(_block(width), 512)
+    options = {**config, "BLOCK": block, "ROUNDS": rounds(batch), "MEAN": mean, "WIDTH": width}
+    parts = -(-width // block)
     partial = x.new_empty((2 * (total // chunk + 1), width), dtype=torch.float32) if total > chunk else None
-    grid = ((batch + total // chunk + 1) * parts,)
-    sum_kernel[grid](x, out, partial, offsets, order, batch, x.stride(0), CHOICES=choices, WIDTH=width, **options)
+    arguments = (x, out, partial, offsets, order, batch, x.stride(0))
+    queue(sum_kernel, (batch + total // chunk + 1) * parts, arguments, {**options, "CHOICES": choices})
     if partial is not None:
-        finish_kernel[((total // chunk + 1) * parts,)](out, partial, offsets, batch, WIDTH=width, **options)
+        queue(finish_kernel, (total // chunk + 1) * parts, (out, partial, offsets, batch), options)
     return out
 
 
@@ -453,8 +455,8 @@ def _launch(kernel: Any, rows: int, x: Tensor, arguments: tuple[Any, ...], **con
     if config is None:
         config = default(width, x.element_size(), kernel is copies_kernel)
     block = _block(width)
-    grid = (-(-rows // config["ROWS"]) * -(-width // block),)
-    kernel[grid](*arguments, WIDTH=width, BLOCK=block, **constants, **config)
+    programs = -(-rows // config["ROWS"]) * -(-width // block)
+    queue(kernel, programs, arguments, {**constants, **config, "WIDTH": width, "BLOCK": block})
 
 
 def _matrix(x: Tensor) -> Tensor:

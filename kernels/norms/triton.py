@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
+from kernels.common.launcher import queue
 
 WIDEST = 8192
 """The widest rows of the kernels."""
@@ -184,10 +185,11 @@ def forward(
     if y.numel():
         config = _config("norm_forward", x)
         x, residual, gate = _rows(x), _rows(residual), _rows(gate)
-        forward_kernel[(-(-rows // config["ROWS"]),)](
-            x, residual, gate, weight, bias, y, z, rows, eps, x.stride(0), _stride(residual), _stride(gate),
-            center, act == "silu", width, _block(width), **config,
+        arguments = (
+            x, residual, gate, weight, bias, y, z, rows, eps, x.stride(0), _stride(residual), _stride(gate)
         )  # fmt: skip
+        constants = {"CENTER": center, "SILU": act == "silu", "WIDTH": width, "BLOCK": _block(width)}
+        queue(forward_kernel, -(-rows // config["ROWS"]), arguments, {**constants, **config})
     return y, z
 
 
@@ -212,14 +214,16 @@ def backward(
     programs = min(-(-rows // options["ROWS"]), options.pop("PROGRAMS") * _processors(z.device))
     partial = z.new_empty((2, programs, width), dtype=torch.float32)
     grad, grad_z, z, gate = _rows(grad), _rows(grad_z), _rows(z), _rows(gate)
-    backward_kernel[(programs,)](
+    arguments = (
         grad, grad_z, z, gate, weight, bias, dz, d_gate, partial, rows, eps,
         grad.stride(0), _stride(grad_z), z.stride(0), _stride(gate),
-        center, act == "silu", width, _block(width), **options,
     )  # fmt: skip
+    constants = {"CENTER": center, "SILU": act == "silu", "WIDTH": width, "BLOCK": _block(width)}
+    queue(backward_kernel, programs, arguments, {**constants, **options})
     if weight is not None or bias is not None:
         sums = (None if weight is None else d_weight, None if bias is None else d_bias)
-        finish_kernel[(-(-width // FINISH["COLUMNS"]),)](partial, *sums, programs, width, **FINISH, num_warps=8)
+        constants = {"WIDTH": width, **FINISH, "num_warps": 8}
+        queue(finish_kernel, -(-width // FINISH["COLUMNS"]), (partial, *sums, programs), constants)
     return dz, d_gate, d_weight, d_bias
 
 
