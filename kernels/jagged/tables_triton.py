@@ -184,11 +184,11 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     out = values.new_empty(sum(sizes), width)
     constants = {"WIDTH": width, "BLOCK": block}
     own = {"GROUPS": groups, **{name: config[name] for name in ("ROWS", "STAGES", "num_warps")}}
-    arguments = (values, order, taken, totals, partial, blocks, rows, share, values.stride(0))
-    queue(sum_kernel, programs * parts, arguments, {**constants, **own})
-    programs_after = (triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts
-    arguments = (out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big])
-    queue(finish_kernel, programs_after, arguments, {**constants, "BIG": sizes[big]})
+    rest = (totals, partial, blocks, rows, share, values.stride(0))
+    queue(sum_kernel, programs * parts, (values, order, taken, *rest), {**constants, **own})
+    after = (triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts
+    into = (out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big])
+    queue(finish_kernel, after, into, {**constants, "BIG": sizes[big]})
     return out
 
 
