@@ -112,7 +112,7 @@ def candidates(job: Job) -> list[Config]:
         ]
     block = triton.next_power_of_2(job.width)
     if job.kernel == "short_sum":
-        shapes = [(4096, 8, 2), (4096, 8, 4), (8192, 8, 4), (8192, 4, 4), (8192, 16, 4), (16384, 8, 8)]
+        shapes = [(4096, 2, 4), (4096, 4, 2), (8192, 2, 4), (8192, 4, 4), (8192, 8, 4), (16384, 4, 8), (16384, 8, 8)]
         return [
             {"GROUP": max(1, size // (rows * block)), "ROWS": rows, "num_warps": warps} for size, rows, warps in shapes
         ]

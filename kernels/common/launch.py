@@ -30,6 +30,9 @@ WIDEST = 256
 LONG = 256
 """Least mean number of keys, as a power of two, of the kernels for long sequences; and of queries, forward half."""
 
+CROWD = 2**22
+"""Programs whose descriptors, up to 512 bytes each, fill the 2^31 bytes that Triton can tell apart."""
+
 Config = dict[str, Any]
 
 
@@ -55,6 +58,8 @@ class Signature(NamedTuple):
     rounds: int
     bounded: bool
     """Whether ``keys`` bounds the keys of every sequence."""
+    crowded: bool
+    """Whether there may be ``CROWD`` programs with a tile each."""
     queries: int
     keys: int
     """Mean numbers of rows that meet, as powers of two (``tuning.bucket``)."""
@@ -131,6 +136,7 @@ class Call:
             not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             self.act, self.logit != 1.0, self.causal, self.window >= 0, self.q_offsets is None,
             self.kv_offsets is None, max(1, ((batch - 1).bit_length() + 4) // 5), bounded,
+            (max(self.out_rows, k.shape[0]) // 32 + batch) * q.shape[1] >= CROWD,
             tuning.bucket(self.out_rows // sequences), tuning.bucket(keys),
         )  # fmt: skip
 
@@ -363,7 +369,8 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
 
 
 def _descriptors_fit(signature: Signature) -> bool:
-    """TMA reads and writes rows whose addresses are multiples of 16 bytes."""
+    """TMA takes rows whose addresses are multiples of 16 bytes; each program makes descriptors of its own."""
     size = signature.dtype.itemsize
     steps = (*signature.strides, signature.width, signature.value_width)
-    return signature.aligned and all(signature.strides[::2]) and not any(x * size % 16 for x in steps)
+    fits = signature.aligned and not signature.crowded
+    return fits and all(signature.strides[::2]) and not any(x * size % 16 for x in steps)

@@ -121,4 +121,4 @@ def short_sum(x: Tensor, offsets: Tensor, mean: bool, out: Tensor) -> Tensor:
 def default(width: int) -> dict[str, int]:
     """8,192 elements a tile."""
     block = min(triton.next_power_of_2(width), 512)
-    return {"GROUP": min(64, 1024 // block), "ROWS": 8, "num_warps": 4}
+    return {"GROUP": min(64, 2048 // block), "ROWS": 4, "num_warps": 4}

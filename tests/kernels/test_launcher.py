@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.common import launcher
+from kernels.common import launch, launcher
 
 
 class Kernel:
@@ -62,3 +62,12 @@ def test_each_kind_of_arguments_is_bound_once() -> None:
             launcher.queue(kernel, 1, arguments, choice)
         assert len(kernel.bound) == count, arguments
         assert len(kernel.started) == count
+
+
+@pytest.mark.parametrize(("batch", "fit"), [(2**18, True), (2**20, False)])
+def test_descriptors_are_left_out_where_they_would_not_fit(batch: int, fit: bool) -> None:
+    """Each program makes its own, in memory that Triton addresses with 32 bits."""
+    rows = torch.empty(batch, 8, 64, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(batch + 1, dtype=torch.int64, device="meta")
+    call = launch.Call(rows, rows, rows, offsets, offsets, "silu", 1.0, 1.0, False, -1, -1)
+    assert launch._descriptors_fit(call.signature()) == fit

@@ -357,12 +357,17 @@ def test_gradients_beyond_two_billion_elements(kind: str) -> None:
         same(a[-b.shape[0] :], b, torch.bfloat16)
 
 
-def test_more_than_two_billion_elements() -> None:
+def test_more_than_two_billion_elements_in_more_than_a_million_sequences() -> None:
+    """So many programs that descriptors of their own would not fit."""
     lengths = [300, *[1] * 1_048_400, 150]
     offsets = offsets_from_lengths(torch.tensor(lengths)).cuda()
     q = torch.empty(int(offsets[-1]), 8, 256, dtype=torch.bfloat16, device="cuda").normal_(std=0.5)
     assert q.numel() > 2**31
-    out = gdpa(q, q, q, offsets, offsets, activation="silu")
-    last = q[-150:].double()
-    end = torch.tensor([0, 150], device="cuda")
-    same(out[-150:], gdpa(last, last, last, end, end, activation="silu"), torch.bfloat16)
+    leaf = q.requires_grad_()
+    out = gdpa(leaf, leaf, leaf, offsets, offsets, activation="silu")
+    (gradient,) = torch.autograd.grad(out, leaf, q.detach())
+    last, end = q.detach()[-150:].double().requires_grad_(), torch.tensor([0, 150], device="cuda")
+    want = gdpa(last, last, last, end, end, activation="silu")
+    (want_gradient,) = torch.autograd.grad(want, last, last.detach())
+    same(out[-150:], want, torch.bfloat16)
+    same(gradient[-150:], want_gradient, torch.bfloat16)
