@@ -152,14 +152,10 @@ def arrange(
     if history_only == kept:
         raise PrepareError(f"log: no row is left from {rows_from} on; the last is of {wall_text(high, timezone)}")
     counts |= {"history_only_rows": history_only}
-    cuts = None
+    cuts = split_cuts(schema)
     split: ir.Value = ibis.literal(0, "int8")
-    if schema.split is not None:
-        ends = (schema.split.train_until, schema.split.validation_until)
-        first_cut, second_cut = (wall_to_ms(e, timezone, "split") for e in ends)
-        if first_cut > second_cut:
-            raise PrepareError("split: train_until is after validation_until")
-        cuts = (first_cut, second_cut)
+    if cuts is not None:
+        first_cut, second_cut = cuts
         split = (rows[REQUEST_TIME] >= first_cut).cast("int8") + (rows[REQUEST_TIME] >= second_cut).cast("int8")
     place = rows.rowid() - history_only
     numbered = {
@@ -169,6 +165,21 @@ def arrange(
     }
     rows = rows.mutate(**numbered)
     return Arranged(rows=rows, counts=counts, cuts=cuts, time_range=(low, high))
+
+
+def split_cuts(schema: Schema) -> tuple[int, int] | None:
+    """The two ends of the schema's split in ms, None without a split.
+
+    Raises:
+        ValueError: a date, or the time zone, that does not exist, or ends in the wrong order.
+    """
+    if schema.split is None:
+        return None
+    ends = (schema.split.train_until, schema.split.validation_until)
+    first, second = (wall_to_ms(end, schema.split.timezone, "split") for end in ends)
+    if first > second:
+        raise PrepareError("split: train_until is after validation_until")
+    return first, second
 
 
 def write_dataset(

@@ -15,7 +15,8 @@ from foundation.data.sources import PrepareError
 def normalized(table: ir.Table, schema: Schema, names: Sequence[str]) -> ir.Table:
     """``table`` with the named columns cast to what their role in the schema needs; others stay.
 
-    Whole floats become integer ids; text with commas becomes a list where the schema wants one.
+    Whole floats become integer ids; text with commas becomes a list where the schema wants one (spaces around its
+    values do not count).
 
     Raises:
         PrepareError: naming a column whose type does not fit its role.
@@ -36,7 +37,7 @@ def _cast(value: ir.Value, kind: dt.DataType, role: Role, name: str) -> ir.Value
     if not role.is_list:
         return _cast_one(value, kind, role, name)
     if kind.is_string():
-        value = value.split(",")
+        value = value.strip().re_replace(r"\s*,\s*", ",").split(",")
         kind = value.type()
     if not kind.is_array():
         raise PrepareError(f"column {name!r} is {kind}, expected {role.describe()}")
@@ -66,31 +67,39 @@ def _target(kind: dt.DataType, role: Role, name: str) -> dt.DataType:
 def refuse_values(table: ir.Table, schema: Schema, names: Sequence[str], where: str = "") -> None:
     """Refuses values that :func:`normalized` could not cast: their number and one of them are in the message.
 
-    Lists are left out: their values are seen when they are cast.
+    Of lists only those written as text are looked at; the values of others are seen when they are cast.
 
     Args:
         where: what comes before the column's name, such as `log: `.
 
     Raises:
-        PrepareError: ids with a fraction or beyond 64 bits, numbers that are words.
+        PrepareError: ids with a fraction or beyond 64 bits, numbers that are words, lists in brackets.
     """
     roles = column_roles(schema)
     tests: dict[str, tuple[str, ir.BooleanValue, str]] = {}
     for name in names:
         role = roles.get(name)
-        if role is None or role.is_list:
+        if role is None:
             continue
         value, kind = table[name], table[name].type()
+        if role.is_list:
+            if kind.is_string():
+                wrong = value.strip().re_search(r"^[\[{(]")
+                tests[f"{len(tests)} brackets"] = (
+                    name, wrong, "lists in brackets; write a list as its values with commas between them"
+                )  # fmt: skip
+            continue
         if role.content == "number":
             if kind.is_string():
                 wrong = value.notnull() & value.try_cast("float64").isnull()
                 tests[f"{len(tests)} words"] = (
                     name, wrong, "values that are no numbers; write them as numbers, or list them under `missing`"
                 )  # fmt: skip
-        elif kind.is_floating() or kind.is_decimal():
+            continue
+        if kind.is_floating() or kind.is_decimal():
             broken = value % 1 != 0
             tests[f"{len(tests)} fraction"] = (name, broken, "ids with a fraction; ids are whole numbers or strings")
-        if role.content != "number" and (kind.is_floating() or kind.is_decimal() or kind == dt.uint64):
+        if kind.is_floating() or kind.is_decimal() or kind == dt.uint64:
             beyond = value.try_cast("int64").isnull() & value.notnull()
             tests[f"{len(tests)} beyond"] = (name, beyond, "ids beyond 64 bits with a sign; store them as strings")
     if not tests:

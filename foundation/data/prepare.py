@@ -16,7 +16,7 @@ from typing import Any
 import ibis
 import ibis.expr.types as ir
 
-from foundation.data.build import REQUEST_TIME, Arranged, WriteOptions, arrange, write_dataset
+from foundation.data.build import REQUEST_TIME, Arranged, WriteOptions, arrange, split_cuts, write_dataset
 from foundation.data.dataset import MANIFEST
 from foundation.data.expressions import condition, names_in
 from foundation.data.files import atomic_dir
@@ -135,6 +135,7 @@ def prepare(config: PrepareConfig) -> PrepareResult:
     show(config, "prepare logs")
     schema = Schema.load(preset(config.schema, "schema", "datasets"))
     histories = sequence_histories(schema, config.sequences)
+    split_cuts(schema)  # before hours of reading
     tables = [table.path for table in (config.users, config.items, config.earlier) if table]
     finished = atomic_dir(config.out, overwrite=config.overwrite, inputs=[config.schema, *config.log, *tables])
     with finished as folder, working_folder(folder) as work:

@@ -144,10 +144,13 @@ def store(
 
 
 def require_unique(table: ir.Table, key: str, name: str) -> None:
-    """Raises PrepareError unless the ids of a side table differ and none is null."""
+    """Raises PrepareError unless a side table has rows, whose ids differ and none of which is null."""
     if key not in table.columns:
-        raise PrepareError(f"{name}.key: no column {key!r}; columns are {', '.join(table.columns)}")
+        own = [c for c in table.columns if c != INPUT]
+        raise PrepareError(f"{name}.key: no column {key!r}; columns are {', '.join(own)}")
     counts = table.aggregate(rows=table.count(), distinct=table[key].nunique()).to_pyarrow().to_pylist()[0]
+    if not counts["rows"]:
+        raise PrepareError(f"{name}: there are no rows")
     if counts["rows"] != counts["distinct"]:
         raise PrepareError(
             f"{name}: {counts['rows'] - counts['distinct']} rows have a null {key!r} or repeat one; keep one row per id"

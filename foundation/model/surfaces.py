@@ -34,7 +34,7 @@ class Surfaces(nn.Module):
     """Maps surfaces to those whose parameters they use, and to weights.
 
     Raises:
-        ValueError: a name that is no surface of the schema.
+        ValueError: a name that is no surface of the schema, or no surface that counts.
     """
 
     used: Tensor
@@ -47,6 +47,9 @@ class Surfaces(nn.Module):
             for name in given:
                 if name not in names:
                     raise ValueError(f"surfaces.{key}: no surface {name!r}; known: {', '.join(names)}")
+        listed = [name for name in names if name != OTHER_SURFACE]
+        if listed and all(config.weights.get(name, 1.0) == 0 for name in listed):
+            raise ValueError(f"surfaces.weights: 0 for {', '.join(listed)} leaves no surface to learn from")
         self.pooled, self.weighted = bool(config.pooled), bool(config.weights)
         other = names.index(OTHER_SURFACE)
         used = [other if name in config.pooled else place for place, name in enumerate(names)]

@@ -293,7 +293,7 @@ def test_from_csv_with_lists_as_text(tmp_path: Path) -> None:
         "features": {**SCHEMA["features"], "tags": {"side": "item", "kind": "multi", "table": "tag", "max_length": 3}},
     }  # fmt: skip
     lines = ["user_id,time_ms,place,item_id,click,buy,tags"]
-    lines += [f'{i % 5},{START + i * DAY // 20},home,{i % 7}.0,{i % 2},0,"a,b{i % 3}"' for i in range(100)]
+    lines += [f'{i % 5},{START + i * DAY // 20},home,{i % 7}.0,{i % 2},0," a , b{i % 3}"' for i in range(100)]
     source = write_source(tmp_path, raw_log(3))
     (source / "schema.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
     (source / "log.csv").write_text("\n".join(lines) + "\n")

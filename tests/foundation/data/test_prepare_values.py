@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from foundation.data.prepare import prepare
-from foundation.data.sources import PrepareError
-from tests.foundation.data.test_prepare import START, USERS, config, raw_log, sums, write_source
+from foundation.data.sources import PrepareError, SideTable
+from tests.foundation.data.test_prepare import ITEMS, SCHEMA, START, USERS, config, raw_log, sums, write_source
 
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.uint32(), pa.uint64(), pa.float64(), pa.decimal128(20, 0)], ids=str)
@@ -48,3 +48,34 @@ def test_words_and_nothing_in_a_csv(tmp_path: Path, column: str, values: list[st
         prepare(config(source, log=[str(source / "log.csv")], items=None, calendar={"hour": "hour"}))
     assert problem in str(error.value)
     assert not (source / "out").exists()
+
+
+def test_a_list_in_brackets_is_no_list_of_values(tmp_path: Path) -> None:
+    tags = {"side": "item", "kind": "multi", "table": "city", "max_length": 3}
+    features = {**SCHEMA["features"], "tags": tags}
+    source = write_source(tmp_path, raw_log(60), features=features)
+    pq.write_table(ITEMS.append_column("tags", pa.array(['["a","b"]'] * 40)), source / "items.parquet")
+    with pytest.raises(PrepareError, match=r"column 'tags' has 158 lists in brackets; write a list as its values with"):
+        prepare(config(source, missing={}))
+
+
+def test_a_side_table_without_rows(tmp_path: Path) -> None:
+    source = write_source(tmp_path, raw_log(60))
+    (source / "users.csv").write_text("user_id,city\n")
+    with pytest.raises(PrepareError, match="users: there are no rows"):
+        prepare(config(source, users=SideTable(path=str(source / "users.csv"), key="user_id")))
+
+
+@pytest.mark.parametrize(
+    ("split", "problem"),
+    [
+        ({"timezone": "Mars"}, "split timezone: 'Mars' is not a time zone"),
+        ({"train_until": "2023-11-31"}, "split: '2023-11-31' is not a date"),
+        ({"validation_until": "2023-11-01"}, "split: train_until is after validation_until"),
+    ],
+)
+def test_a_wrong_split_is_told_before_anything_is_read(tmp_path: Path, split: dict[str, str], problem: str) -> None:
+    source = write_source(tmp_path, raw_log(60), split={**SCHEMA["split"], **split})
+    (source / "log.parquet").unlink()
+    with pytest.raises(ValueError, match=problem):
+        prepare(config(source))

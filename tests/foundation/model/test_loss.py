@@ -105,3 +105,6 @@ def test_wrong_options_are_named(kind: type, options: dict[str, object], key: st
 def test_unknown_surfaces_are_named() -> None:
     with pytest.raises(ValueError, match=r"surfaces\.pooled: no surface 'story'; known: feed, reels, other"):
         GEM(GEMConfig(width=8, surfaces=SurfacesConfig(pooled=("story",))), model_schema(), TABLE_ROWS)
+    nothing = SurfacesConfig(weights={"feed": 0.0, "reels": 0.0})
+    with pytest.raises(ValueError, match=r"surfaces\.weights: 0 for feed, reels leaves no surface to learn from"):
+        GEM(GEMConfig(width=8, surfaces=nothing), model_schema(), TABLE_ROWS)
