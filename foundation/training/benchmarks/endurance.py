@@ -1,9 +1,10 @@
 """Many steps in a row: ``python -m foundation.training.benchmarks.endurance --preset foundation/small --steps 10000``.
 
 Batches of many different lengths go through the training loop's own step. Every so many steps a line says what memory
-is held and was held at most since the line before, the mean loss, and how many steps were not finite. Labels are drawn
-anew for every step, so there is nothing to learn by heart and the loss stays at their entropy. Ends with code 1 if a
-step was skipped, or if the last line holds more memory, or has more loss, than the one at a tenth of the steps.
+is held and was held at most since the line before, the mean and the highest loss, and how many steps were not finite.
+Labels are drawn anew for every step, so there is nothing to learn by heart and the loss stays at their entropy. Ends
+with code 1 if a step was skipped, or if the last line holds more memory, or has more loss, than the one at a tenth of
+the steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from foundation.data.batch import Batch
 from foundation.data.commands import run_command
 from foundation.data.options import parse_config
 from foundation.training.benchmarks.step import StepConfig, prepared
+from foundation.training.window import LogWindow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +53,26 @@ class EnduranceConfig:
     out: str = ""
 
 
+class Losses(LogWindow):
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def done(self, loss: float, norm: float, impressions: int) -> None:
+        """As in the class above."""
+        super().done(loss, norm, impressions)
+        self.losses.append(loss)
+
+
 def run(config: EnduranceConfig) -> list[dict[str, float]]:
     """Does the steps; a line every so many of them."""
     lines: list[dict[str, float]] = []
     process = psutil.Process()
     with prepared(config.step) as (bench, _):
         bench.settled_loss()  # of the steps before
+        window = bench.loop._window = Losses()
         bench.fresh_labels = config.ones
         if config.ones:
             print(f"entropy of the labels of an impression {floor(config, bench.batches):.4f}", flush=True)
@@ -65,12 +81,14 @@ def run(config: EnduranceConfig) -> list[dict[str, float]]:
             bench.step(number)
             if (number + 1) % config.every:
                 continue
-            loss = bench.settled_loss()
+            loss, highest = bench.settled_loss(), max(window.losses, default=math.nan)
+            window = bench.loop._window = Losses()
             line = {
                 "step": number + 1,
                 "seconds": time.perf_counter() - start,
                 "host_gb": process.memory_info().rss / 1e9,
                 "loss": loss,
+                "highest_loss": highest,
                 "skipped": bench.loop.state.progress.skipped,
             }
             if bench.cuda:

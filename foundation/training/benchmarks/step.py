@@ -58,6 +58,8 @@ class StepConfig:
     Args:
         preset: training preset whose model is taken.
         schema: of the random data.
+        padded: every history is as long as the batch's longest, as in a model of padded tensors throughout; what
+            counts as useful stays what was drawn.
         requests: of a batch. impressions: of a request.
         mean, longest, sigma: events of a request over all sequences: log-normal with this mean and sigma, cut there;
             shared out in proportion to the sequences' greatest lengths.
@@ -74,6 +76,7 @@ class StepConfig:
 
     preset: str = "foundation/large"
     schema: str = "configs/datasets/streams.yaml"
+    padded: bool = False
     requests: int = 256
     impressions: int = 16
     mean: int = 512
@@ -132,7 +135,10 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
     started = time.perf_counter()
     schema = Schema.load(config.schema)
     rows = table_rows(schema, config.most_rows or None)
-    batches = [make_batch(config, schema, rows, seed) for seed in range(config.batches)]
+    drawn = [make_batch(config, schema, rows, seed) for seed in range(config.batches)]
+    batches = drawn
+    if config.padded:
+        batches = [make_batch(config, schema, rows, seed, padded=True) for seed in range(config.batches)]
     with (
         TemporaryDirectory() as folder,
         kernels_of(config.kernels),
@@ -161,12 +167,12 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
             checkpoints=Path(folder),
             manifest={},
         )
-        bench = Bench(config, loop, batches, Lengths(gem) if config.kernels != "ours" else None)
+        bench = Bench(config, loop, batches, drawn, Lengths(gem) if config.kernels != "ours" else None)
         built = time.perf_counter()
         print(f"built in {built - started:.1f} s", file=sys.stderr)
         found: dict[str, Any] = {"build": built - started}
         if config.activation_memory_gb:
-            costs = measure(gem, bench.delivered(0).batch, fabric.autocast)
+            costs = measure(gem, drawn[0].to(fabric.device), fabric.autocast)
             again = choose(costs, config.activation_memory_gb * 1e9)
             recompute(gem, again)
             found["again"] = sorted(again)
@@ -186,13 +192,15 @@ def prepared(config: StepConfig) -> Iterator[tuple[Bench, dict[str, Any]]]:
         yield bench, found
 
 
-def make_batch(config: StepConfig, schema: Schema, rows: dict[str, int], seed: int) -> Batch:
-    """A random batch in main memory."""
+def make_batch(config: StepConfig, schema: Schema, rows: dict[str, int], seed: int, padded: bool = False) -> Batch:
+    """A random batch in main memory; padded, all its histories have the length of the longest."""
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(0.0, config.sigma, config.requests)
     events = np.minimum(drawn * (config.mean / np.exp(config.sigma**2 / 2)), config.longest)
     for _ in range(20):  # cutting lowers the mean
         events = np.minimum(events * (config.mean / events.mean()), config.longest)
+    if padded:
+        events = np.full_like(events, events.max())
     whole = sum(sequence.max_length for sequence in schema.sequences)
     histories = {s.name: np.rint(events * s.max_length / whole).astype(np.int64) for s in schema.sequences}
     sizes = [config.impressions] * config.requests
@@ -206,20 +214,27 @@ class _Silent:
 
 
 class Bench:
-    """Steps of a loop on batches that lie in main memory."""
+    """Steps of a loop on batches that lie in main memory.
 
-    def __init__(self, config: StepConfig, loop: Loop, batches: list[Batch], lengths: Lengths | None = None) -> None:
+    Args:
+        drawn: the same batches with histories as drawn, whose work counts.
+        lengths: told which batch comes next.
+    """
+
+    def __init__(
+        self, config: StepConfig, loop: Loop, batches: list[Batch], drawn: list[Batch], lengths: Lengths | None = None
+    ) -> None:
         self.config, self.loop, self.lengths = config, loop, lengths
         self.fresh_labels = 0.0
         """Share of labels that are 1, drawn anew for each step; 0: a batch keeps its own."""
         self.device = loop.fabric.device
         self.cuda = self.device.type == "cuda"
         self.model = loop.state.model.module
-        self.parts = [forward_flops(self.model, Load.of(batch)) for batch in batches]
+        self.parts = [forward_flops(self.model, Load.of(batch)) for batch in drawn]
         self.flops = [TRAINING * sum(parts.values()) for parts in self.parts]
         self.peak = device_peak(self.device, config.precision)
         self.batches = [batch.pin_memory() if self.cuda else batch for batch in batches]
-        self.work = [work_of(batch) for batch in batches]
+        self.work = [work_of(batch) for batch in drawn]
 
     def wait(self) -> None:
         """Until the device is done."""
