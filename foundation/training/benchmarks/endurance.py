@@ -19,10 +19,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from foundation.data.batch import Batch
 from foundation.data.commands import run_command
 from foundation.data.options import parse_config
-from foundation.training.benchmarks.step import StepConfig, prepared
+from foundation.training.benchmarks.step import Bench, StepConfig, prepared
 from foundation.training.window import LogWindow
 
 
@@ -75,7 +74,7 @@ def run(config: EnduranceConfig) -> list[dict[str, float]]:
         window = bench.loop._window = Losses()
         bench.fresh_labels = config.ones
         if config.ones:
-            print(f"entropy of the labels of an impression {floor(config, bench.batches):.4f}", flush=True)
+            print(f"entropy of the labels of an impression {floor(config, bench):.4f}", flush=True)
         start = time.perf_counter()
         for number in range(config.steps):
             bench.step(number)
@@ -103,11 +102,11 @@ def run(config: EnduranceConfig) -> list[dict[str, float]]:
     return lines
 
 
-def floor(config: EnduranceConfig, batches: list[Batch]) -> float:
-    """The loss of a model that says `ones` for every label: entropy times the valid labels of an impression."""
-    share = config.ones
+def floor(config: EnduranceConfig, bench: Bench) -> float:
+    """The loss of a model that says `ones` for every label: entropy times what an impression's valid labels weigh."""
+    share, weights = config.ones, bench.model.task_weights.cpu()
     entropy = -(share * math.log(share) + (1 - share) * math.log(1 - share))
-    valid = [float((b.weight[:, None] * b.label_valid).sum() / b.weight.sum()) for b in batches]
+    valid = [float((b.weight[:, None] * b.label_valid * weights).sum() / b.weight.sum()) for b in bench.batches]
     return entropy * sum(valid) / len(valid)
 
 
