@@ -123,10 +123,13 @@ def largest_loss(run: Efficiency) -> tuple[str, float, str]:
 
 
 def bound(run: Efficiency) -> tuple[str, float]:
-    """What took most of the steps' time (data, compute, communication, optimizer or other), and its share of it."""
+    """What took most of the steps' time (data, compute, communication, optimizer or other), and its share of it.
+
+    The share is 0 where no step came after the first, whose time is start-up.
+    """
     phase = max(_STEPS, key=lambda name: run.seconds[name])
     whole = sum(run.seconds[name] for name in _STEPS)
-    return _STEPS[phase], run.seconds[phase] / whole if whole else 0.0
+    return _STEPS[phase], run.seconds[phase] / whole if run.seconds[COMPUTE] else 0.0
 
 
 _STEPS = {
@@ -150,7 +153,12 @@ def figures(run: Efficiency) -> list[tuple[str, str]]:
     if run.scaling_ratio is not None:
         rows = [(f"{text} (of {run.scaling_of})" if text == "scaling ratio" else text, value) for text, value in rows]
     what, share = bound(run)
-    rows.append(("steps are bound by", f"{what} ({share:.0%} of their time)" if share else "unknown: there were none"))
+    rows.append(
+        (
+            "steps are bound by",
+            f"{what} ({share:.0%} of their time)" if share else "unknown: there was none after the first",
+        )
+    )
     slow = "none was more than 1.25 times the median of the others"
     if run.slow_rank is not None:
         assert run.slow_share is not None and run.slow_lag is not None

@@ -25,6 +25,7 @@ from foundation.training.phases import (
     EVALUATION,
     IMPORTS,
     OPTIMIZER,
+    OTHER,
     PROCESS_GROUP,
     REPEATED,
 )
@@ -134,6 +135,9 @@ def test_what_bounds_the_steps(tmp_path: Path) -> None:
     found = read_efficiency(run_folder(tmp_path / "run", lines))
     assert bound(found) == ("data", pytest.approx(0.6))
     assert dict(figures(found))["steps are bound by"] == "data (60% of their time)"
+    first = [example()[0], {**example()[1], "seconds": {COMPILE: 6.0, OTHER: 0.1}}]
+    found = read_efficiency(run_folder(tmp_path / "one-step", first))
+    assert dict(figures(found))["steps are bound by"] == "unknown: there was none after the first"
 
 
 def test_the_largest_loss_has_advice(tmp_path: Path) -> None:
