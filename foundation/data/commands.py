@@ -35,6 +35,15 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
 
         report(f"error: {_said(error)}", final=is_final(error))
         return USAGE_ERROR
+    except RuntimeError as error:
+        from concurrent.futures.process import BrokenProcessPool
+
+        if not isinstance(error, BrokenProcessPool):
+            raise
+        print(
+            "error: one of the processes was killed, mostly for want of memory; use fewer `processes`", file=sys.stderr
+        )
+        return USAGE_ERROR
 
 
 def _said(error: Exception) -> str:

@@ -6,6 +6,7 @@ import errno
 import re
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ MODULES = [
         (OSError(errno.ENOSPC, "No space left", "/x/run.tmp-host-12/part"), USAGE_ERROR,
          "error: /x/run/part: No space left\n"),
         (MemoryError(), USAGE_ERROR, "error: there is not enough memory for sizes such as these\n"),
+        (BrokenProcessPool("terminated abruptly"), USAGE_ERROR,
+         "error: one of the processes was killed, mostly for want of memory; use fewer `processes`\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
     ],
 )  # fmt: skip
@@ -51,6 +54,8 @@ def test_a_command_has_its_own_status() -> None:
 def test_a_fault_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(KeyError):
         run_command(lambda arguments: {}[arguments[0]], ["a"])
+    with pytest.raises(RuntimeError, match="ours"):
+        run_command(lambda arguments: (_ for _ in ()).throw(RuntimeError("ours")), [])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
