@@ -14,6 +14,7 @@ import multiprocessing
 import re
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
@@ -42,6 +43,10 @@ from foundation.training.train import TrainConfig, train
 
 COUNTED_BATCHES = 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.()+-]*")
+
+
+class RunsError(ValueError):
+    """Runs that failed, each named with its log, which holds the whole story."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +230,7 @@ def run_all(jobs: Sequence[Job], processes: int) -> None:
     """Runs the jobs, `processes` at a time.
 
     Raises:
-        RuntimeError: a run failed; the others are kept, and the message names the failed run's log.
+        RunsError: a run failed; the others are kept, and the message names the failed run's log.
     """
     failed: list[str] = []
     with (
@@ -238,7 +243,7 @@ def run_all(jobs: Sequence[Job], processes: int) -> None:
             if (error := future.exception()) is not None:
                 failed.append(f"{futures[future].folder / 'log'}: {error}")
     if failed:
-        raise RuntimeError("; ".join(failed))
+        raise RunsError("; ".join(sorted(failed)))
 
 
 def run_one(job: Job) -> None:
@@ -247,22 +252,31 @@ def run_one(job: Job) -> None:
         torch.set_num_threads(job.threads)
     begin = time.perf_counter()
     with open(job.folder / "log", "w") as log, redirect_stdout(log), redirect_stderr(log):
-        config = train_config(job)
-        trained = train(config)
-        device = pick_device(job.device)
-        dataset = Dataset.open(job.dataset)
-        loaded = load_model(trained.out, "latest", device)
-        reader = LogReader(dataset, job.split, ReaderConfig(batch_size=4096, shuffle_window=0, workers=0))
-        counts = Operations(config.model, dataset)
-        outcome = Outcome(
-            metrics=evaluate(loaded.model, reader, device),
-            samples=trained.samples,
-            flops=flops_per_impression(counts, config, dataset),
-            dense=counts.dense,
-            seconds=time.perf_counter() - begin,
-        )
+        try:
+            config, dataset, outcome = _outcome(job, begin)
+        except Exception:
+            traceback.print_exc()  # what the study says of it is one line
+            raise
     content = {**_identity(job, config, dataset), **plain(outcome)}
     atomic_write(job.result, json.dumps(finite(content), indent=1) + "\n")
+
+
+def _outcome(job: Job, begin: float) -> tuple[TrainConfig, Dataset, Outcome]:
+    config = train_config(job)
+    trained = train(config)
+    device = pick_device(job.device)
+    dataset = Dataset.open(job.dataset)
+    loaded = load_model(trained.out, "latest", device)
+    reader = LogReader(dataset, job.split, ReaderConfig(batch_size=4096, shuffle_window=0, workers=0))
+    counts = Operations(config.model, dataset)
+    outcome = Outcome(
+        metrics=evaluate(loaded.model, reader, device),
+        samples=trained.samples,
+        flops=flops_per_impression(counts, config, dataset),
+        dense=counts.dense,
+        seconds=time.perf_counter() - begin,
+    )
+    return config, dataset, outcome
 
 
 def flops_per_impression(counts: Operations, config: TrainConfig, dataset: Dataset) -> float:

@@ -15,7 +15,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.options import parse_config
 from foundation.data.settings import PRESETS
 from foundation.training.studies.ablations import AblationsConfig, Difference, ablations, table
-from foundation.training.studies.runs import Job, plan, read, run_one, train_config
+from foundation.training.studies.runs import Job, RunsError, plan, read, run_all, run_one, train_config
 from foundation.training.studies.scaling import Line, ScalingConfig, picture, scaling
 from foundation.training.studies.scaling import table as scaling_table
 from tests.foundation.training.small_run import dataset
@@ -67,6 +67,24 @@ def test_a_run_is_measured_kept_and_not_mistaken(small: dict[str, Any]) -> None:
     more = str(dataset(small["out"].parent / "more", train_requests=41).path)  # of the same schema
     with pytest.raises(ValueError, match=r"of another (schema|data) of 'whole'"):
         plan(variants, [0], **{**small, "dataset": more})
+
+
+HEADS = {"model": {"layer": {"cross": {"pooling_heads": 3}}}}
+
+
+def test_a_run_that_fails_leaves_its_traceback_in_its_log(small: dict[str, Any], tmp_path: Path) -> None:
+    (job,) = plan({"odd": HEADS}, [0], **{**small, "out": tmp_path})
+    with pytest.raises(ValueError, match="no multiple of 3"):
+        run_one(job)
+    log = (job.folder / "log").read_text()
+    assert "Traceback" in log and "no multiple of 3" in log and not job.result.exists()
+
+
+@pytest.mark.slow
+def test_runs_that_fail_are_told_in_one_line_with_their_logs(small: dict[str, Any], tmp_path: Path) -> None:
+    jobs = plan({"odd": HEADS}, [0, 1], **{**small, "out": tmp_path})
+    with pytest.raises(RunsError, match=r"odd/seed-0/log: .* no multiple of 3; .*odd/seed-1/log: .* no multiple of 3"):
+        run_all(jobs, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"config": null, "schema": null}', "\xff"])
