@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import opengem
-from foundation.data.options import parse_config
+from foundation.data.options import parse_config, whole_keys
+from foundation.model.gem import GEMConfig
 from foundation.training.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,6 +170,23 @@ def test_a_nested_value_is_named_by_its_whole_key() -> None:
     ):
         with pytest.raises(ValueError, match=rf"^{re.escape(key)}: must be"):
             parse_config(TrainConfig, ["--dataset", "x", "--out", "x", *arguments], name="train")
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("cross.pooling_heads: width 33", "model.layer.cross.pooling_heads: width 33"),
+        ("sequence.heads: width 32", "model.layer.sequence.heads: width 32"),
+        ("streams.width.views: no such", "model.streams.width.views: no such"),
+        ("heads.trunk: is", "model.heads.trunk: is"),
+        ("nothing.of_it: is", "nothing.of_it: is"),
+        ("cross.nothing: is", "cross.nothing: is"),
+        ("no key at all", "no key at all"),
+    ],
+)
+def test_what_a_part_of_the_model_refuses_is_named_by_its_whole_key(said: str, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(named)}$"), whole_keys(GEMConfig, "model"):
+        raise ValueError(said)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,46 @@ def from_plain(config_class: type, values: Mapping[str, Any]) -> Any:
     except ArgumentError as error:
         raise ValueError(reworded(str(error))) from error
     return _build(config_class, parsed)
+
+
+@contextmanager
+def whole_keys(config_class: type, prefix: str) -> Iterator[None]:
+    """What the block refuses is named by its whole key: "cross.recent: ..." becomes "model.layer.cross.recent: ...".
+
+    The parts of a model are built from their own dataclasses, which do not know where they hang.
+
+    Args:
+        config_class: of the config that the block builds from.
+        prefix: its key, such as "model".
+    """
+    try:
+        yield
+    except ValueError as error:
+        key, colon, rest = str(error).partition(": ")
+        place = _place(config_class, key.split(".")) if colon else None
+        if place is None:
+            raise
+        raise ValueError(f"{'.'.join([prefix, *place, key])}: {rest}") from error
+
+
+def _place(config_class: type, parts: Sequence[str]) -> tuple[str, ...] | None:
+    """Below which fields of a dataclass the key is found that begins with ``parts``; the nearest, None if nowhere."""
+    level: list[tuple[tuple[str, ...], type]] = [((), config_class)]
+    while level:
+        deeper = []
+        for path, kind in level:
+            nested = {
+                name: hint
+                for name, hint in typing.get_type_hints(kind).items()
+                if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+            }
+            names = [field.name for field in dataclasses.fields(kind)]
+            below = [f.name for f in dataclasses.fields(nested[parts[0]])] if parts[0] in nested else parts[1:2]
+            if parts[0] in names and all(part in below for part in parts[1:2]):
+                return path
+            deeper += [((*path, name), hint) for name, hint in nested.items()]
+        level = deeper
+    return None
 
 
 def _parser(config_class: type, command: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 
 from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
+from foundation.data.options import whole_keys
 from foundation.model.flops import TRAINING, Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
 
@@ -20,7 +21,7 @@ class Operations:
     """
 
     def __init__(self, config: GEMConfig, dataset: Dataset) -> None:
-        with torch.device("meta"):
+        with torch.device("meta"), whole_keys(GEMConfig, "model"):
             self._shapes = GEM(config, dataset.schema, dataset.encoder.table_rows)
 
     @property

@@ -28,6 +28,7 @@ from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_free
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.options import whole_keys
 from foundation.model.flops import Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel import draw
@@ -403,7 +404,8 @@ def steps_of(reader: LogReader, epochs: float, progress: Progress) -> int:
 def _model(config: TrainConfig, dataset: Dataset, drawn_there: bool = False) -> GEM:
     """The model, its tables on the meta device if they are drawn where they will lie."""
     table_device = torch.device("meta") if drawn_there else None
-    return GEM(config.model, dataset.schema, dataset.encoder.table_rows, table_device)
+    with whole_keys(GEMConfig, "model"):
+        return GEM(config.model, dataset.schema, dataset.encoder.table_rows, table_device)
 
 
 def _validation(config: TrainConfig, dataset: Dataset, rank: int, world: int) -> LogReader | None:

@@ -18,10 +18,11 @@ from foundation.data import settings
 from foundation.data.balance import MARGIN
 from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write, require_folder_above
+from foundation.data.options import whole_keys
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import table_rows
 from foundation.model.flops import TRAINING
-from foundation.model.gem import GEM
+from foundation.model.gem import GEM, GEMConfig
 from foundation.parallel.placement import TableSize, place_tables
 from foundation.parallel.plan import collections_of, table_size, tables_of
 from foundation.parallel.preview.devices import DeviceMemory
@@ -218,7 +219,7 @@ def _impressions(config: PlanConfig, requests: Requests) -> int:
 
 
 def _table_sizes(config: PlanConfig, schema: Schema, rows: dict[str, int]) -> list[TableSize]:
-    with torch.device("meta"):
+    with torch.device("meta"), whole_keys(GEMConfig, "model"):
         model = GEM(config.model, schema, rows)
     return [
         table_size(path, module, table) for path, module in collections_of(model).items() for table in tables_of(module)

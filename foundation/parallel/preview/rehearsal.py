@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from foundation.data.batch import Batch
+from foundation.data.options import whole_keys
 from foundation.data.schema import Schema
 from foundation.model.flops import Load, forward_flops
 from foundation.model.gem import GEM, GEMConfig
@@ -116,7 +117,7 @@ def rehearse(
     Raises:
         ValueError: the blocks cannot be shared evenly, or what the model refuses.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), whole_keys(GEMConfig, "model"):
         model = GEM(config, schema, table_rows)
     lookups = {
         table.name: _lookup(table, batch.sparse, isinstance(module, EmbeddingBagCollection))
