@@ -42,6 +42,8 @@ from foundation.training.run_log import finite, with_nan
 from foundation.training.train import TrainConfig, train
 
 COUNTED_BATCHES = 20
+OWN = ("dataset", "out", "seed", "device", "overwrite", "resume")
+"""Options of `train` that a study sets."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ,.()+-]*")
 
 
@@ -168,6 +170,10 @@ def train_config(job: Job) -> TrainConfig:
     Raises:
         ValueError: the preset or an option cannot be used; names the variant.
     """
+    for where, changed in (("options", job.common), (f"variants.{job.variant}", job.options)):
+        own = [key for key in OWN if key in changed]
+        if own:
+            raise ValueError(f"{where}.{own[0]}: is set by the study for each run; leave it out")
     job.folder.mkdir(parents=True, exist_ok=True)
     options = ["--config", job.preset]
     for name, changed in (("common.yaml", job.common), ("changes.yaml", job.options)):
@@ -241,7 +247,8 @@ def run_all(jobs: Sequence[Job], processes: int) -> None:
         for future in as_completed(futures):
             advance(1)
             if (error := future.exception()) is not None:
-                failed.append(f"{futures[future].folder / 'log'}: {error}")
+                kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+                failed.append(f"{futures[future].folder / 'log'}: {kind}{error}")
     if failed:
         raise RunsError("; ".join(sorted(failed)))
 

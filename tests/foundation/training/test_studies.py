@@ -152,6 +152,7 @@ def test_results_from_elsewhere_make_a_table_without_training(small: dict[str, A
         ({"../up": {}}, "letters, digits"),
         ({"odd": {"model": {"wide": 3}}}, "variants.odd: .*wide"),
         ({"odd": {"model": {"width": 0}}}, "variants.odd: .*width"),
+        ({"odd": {"seed": 7}}, r"variants\.odd\.seed: is set by the study for each run; leave it out"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_trained(
@@ -159,6 +160,8 @@ def test_what_cannot_run_is_refused_before_anything_is_trained(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan(variants, [0], **{**small, "out": tmp_path})
+    with pytest.raises(ValueError, match=r"options\.dataset: is set by the study"):
+        plan({"whole": {}}, [0], **{**small, "out": tmp_path, "common": {"dataset": "other"}})
     assert not list(tmp_path.glob("*/*/run"))
 
 
