@@ -151,6 +151,8 @@ def short_sums() -> None:
         x = torch.randn(int(offsets[-1]), 2, width)[:, 1]
         for mean in (False, True):
             same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, mean)
+    with forced("short_sum", {"GROUP": 8, "ROWS": 1, "num_warps": 4}):
+        same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, True)
     x[3] = x[-1] = torch.nan
     bad = jagged_triton.segment_sum(x, offsets, False).isnan().any(1)
     assert bad.nonzero().flatten().tolist() == [2, len(lengths) - 1]
