@@ -15,10 +15,15 @@ def join_ranks(backend: str, timeout: timedelta | None = None) -> None:
     would fail to connect (https://github.com/pytorch/pytorch/issues/135712). So every start has keys of its own, on one
     host: several count restarts each for themselves, and need `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` instead.
 
+    With nccl collectives go before kernels that are queued: the host waits for numbers of ids of the next batch, which
+    would wait for all that it has queued (`TORCH_NCCL_HIGH_PRIORITY=0` takes that back).
+
     Args:
         backend: gloo or nccl.
         timeout: of collectives; None takes torch's.
     """
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     store, rank, world = next(iter(dist.rendezvous("env://")))
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from foundation.parallel.join import join_ranks
+
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 SCRIPT = """
 import os, signal
 import torch, torch.distributed as dist
@@ -25,6 +29,23 @@ if restarts < 2 and dist.get_rank() == restarts:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 """
+
+
+@pytest.mark.parametrize(
+    ("backend", "own", "expected"), [("nccl", None, "1"), ("nccl", "0", "0"), ("gloo", None, None)]
+)
+def test_collectives_of_nccl_go_first(
+    backend: str, own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(os.environ.get(PRIORITY)))
+    monkeypatch.setenv(PRIORITY, own or "")
+    if own is None:
+        monkeypatch.delenv(PRIORITY)
+    join_ranks(backend)
+    monkeypatch.delenv(PRIORITY, raising=False)
+    assert found == [expected]
 
 
 @pytest.mark.slow
