@@ -67,9 +67,9 @@ def test_modules_that_are_commands_end_in_the_same_way(path: Path) -> None:
 
 
 def test_a_module_run_by_python_names_itself() -> None:
-    module = "foundation.training.studies.ablations"
+    module = "foundation.data.benchmarks.balance"
     found = subprocess.run(
-        [sys.executable, "-m", module, "--variant", "{}"], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-m", module, "--wrong", "1"], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert found.returncode == USAGE_ERROR and "Traceback" not in found.stderr
     assert found.stderr.splitlines()[-1].startswith("error: ")
