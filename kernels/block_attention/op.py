@@ -62,7 +62,8 @@ def block_attention(
     """
     if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    require_floats("block_attention", q=q, k=k, v=v)
+    if not q.is_floating_point():
+        require_floats("block_attention", q=q)  # k and v are cast to its dtype
     require_offsets("block_attention", q, offsets=offsets)
     if (positions is None) != (frequencies is None):
         raise ValueError("positions and frequencies go together")

@@ -38,18 +38,29 @@ def require_offsets(operator: str, like: Tensor, sequences: int | None = None, *
     if torch.compiler.is_compiling():
         return
     for name, value in offsets.items():
-        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not value.shape[0]:
-            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{operator}: {name} must be an int64 tensor [B + 1], is {found}")
-        if value.device != like.device:
-            raise ValueError(f"{operator}: {name} is on {value.device}, but the values are on {like.device}")
-        if sequences is None:
-            sequences = value.shape[0] - 1
-        elif value.shape[0] != sequences + 1:
-            raise ValueError(
-                f"{operator}: {name} has {value.shape[0] - 1} sequences, where {sequences} are expected; they do not go"
-                " together"
-            )
+        # In one go where all is well: this is host time of every call.
+        if (
+            isinstance(value, Tensor)
+            and value.dtype == torch.int64
+            and value.dim() == 1
+            and value.device == like.device
+        ):
+            ends = value.shape[0]
+            if ends and (sequences is None or ends == sequences + 1):
+                sequences = ends - 1
+                continue
+        _refuse_offsets(operator, like, sequences, name, value)
+
+
+def _refuse_offsets(operator: str, like: Tensor, sequences: int | None, name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not value.shape[0]:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{operator}: {name} must be an int64 tensor [B + 1], is {found}")
+    if value.device != like.device:
+        raise ValueError(f"{operator}: {name} is on {value.device}, but the values are on {like.device}")
+    raise ValueError(
+        f"{operator}: {name} has {value.shape[0] - 1} sequences, where {sequences} are expected; these do not fit"
+    )
 
 
 def require_index(operator: str, like: Tensor, index: Tensor, *, name: str, rows: int | None = None) -> None:

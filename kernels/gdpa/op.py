@@ -100,7 +100,8 @@ def gdpa(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if k.dim() != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
-    require_floats("gdpa", q=q, k=k, v=v)
+    if not q.is_floating_point():
+        require_floats("gdpa", q=q)  # k and v are cast to its dtype
     if kv_offsets is not None:
         require_offsets("gdpa", k, kv_offsets=kv_offsets)
     if q_offsets is not None:

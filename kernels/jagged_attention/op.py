@@ -92,7 +92,8 @@ def jagged_attention(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads: they do not go together")
-    require_floats("jagged_attention", q=q, k=k, v=v)
+    if not q.is_floating_point():
+        require_floats("jagged_attention", q=q)  # k and v are cast to its dtype
     require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
     if q_offsets is not None:
         sequences = None if request_index is not None else kv_offsets.shape[0] - 1
