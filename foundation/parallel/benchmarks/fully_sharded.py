@@ -55,6 +55,7 @@ from foundation.training.state import TrainState
 STEPS = 6
 ROWS = {"moderate": 12_000_000, "tiny": 1_000_000}
 """Of the tables of users and items in each preset."""
+WAYS = ("whole", "fully sharded", "TorchRec")
 KERNELS = ("block_attention", "gdpa", "interaction", "jagged", "jagged_attention", "norms", "token_mixing")
 ROUNDED = 4 << 20
 """Bytes by which the allocator may round what is let go."""
@@ -127,7 +128,7 @@ def compare(device: torch.device, *, averaged: bool, steps: int = STEPS, evaluat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a way of holding replicas costs; bytes of the fullest rank.
+    """What a way of holding replicas costs; bytes of the fullest rank. On CPU they are those of the process.
 
     Args:
         rows: of all tables.
@@ -151,13 +152,14 @@ class Found:
         """Largest difference of a loss."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
-    def describe(self, whole: Found) -> str:
+    def describe(self, whole: Found | None) -> str:
         """In words."""
         gb = {key: f"{getattr(self, key) / 1e9:.3f}" for key in ("rows", "peak", "reserved", "forward", "between")}
+        losses = "" if whole is None else f", losses differ by {self.differs(whole):.1e}"
         return (
             f"rows {gb['rows']} GB, peak {gb['peak']} GB (reserved {gb['reserved']}), behind the forward pass "
             f"{gb['forward']}, between steps {gb['between']}, let go {self.let_go / 1e9:.3f}, step {self.step_ms:.1f} "
-            f"ms, losses differ by {self.differs(whole):.1e}"
+            f"ms{losses}"
         )
 
 
@@ -200,12 +202,9 @@ def measure(preset: Preset, way: str, warm: int, steps: int, device: torch.devic
         return (time.perf_counter() - start) / count * 1e3
 
     run(0, warm)
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    _reset_peaks(device)
     step_ms = run(warm, steps)
-    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
-    reserved = torch.cuda.max_memory_reserved() if cuda else 0
+    peak, reserved = _peaks(device)
     between, let_go = _allocated(device), 0
     if spread.parts is not None:
         let_go = rows - spread.parts.held
@@ -213,7 +212,7 @@ def measure(preset: Preset, way: str, warm: int, steps: int, device: torch.devic
         let_go = _allocated(device) - between if cuda else let_go
     return Found(
         rows=rows,
-        peak=int(most(peak, device)),
+        peak=int(most(peak - before, device)),
         reserved=int(most(reserved, device)),
         forward=int(most(forward - before, device)),
         between=int(most(between - before, device)),
@@ -237,7 +236,28 @@ def _reference(op: ModuleType, *_: torch.Tensor) -> ModuleType:
 
 
 def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    """Bytes of tensors on the device; on CPU what the process holds in main memory (Linux)."""
+    return torch.cuda.memory_allocated() if device.type == "cuda" else _kilobytes("VmRSS") * 1024
+
+
+def _reset_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peaks(device: torch.device) -> tuple[int, int]:
+    """Most bytes since the reset: of tensors, and that their allocator took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return _kilobytes("VmHWM") * 1024, 0
+
+
+def _kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def _autocast(preset: Preset, device: torch.device) -> AbstractContextManager[Any]:
@@ -250,6 +270,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--preset", choices=tuple(ROWS), nargs="+", default=["moderate"])
     parser.add_argument("--references", action="store_true", help="nothing to compile: the kernels' references")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", help="on CPU give one, as memory of the first is kept")
+    parser.add_argument("--requests", type=int, help="of a batch; otherwise those of the preset")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
@@ -281,13 +303,14 @@ def _run(options: argparse.Namespace, device: torch.device) -> list[str]:
     for name in options.preset:
         preset, rows = PRESETS[name], ROWS[name]
         # Histories of one length, since references pad them.
-        preset = replace(preset, sizes=replace(preset.sizes, users=rows, items=rows, tail=0.0))
+        requests = options.requests or preset.sizes.requests
+        preset = replace(preset, sizes=replace(preset.sizes, users=rows, items=rows, tail=0.0, requests=requests))
         found: dict[str, Found] = {}
-        for way in ("whole", "fully sharded", *(["TorchRec"] if device.type == "cuda" else [])):
+        for way in options.ways or WAYS[: 3 if device.type == "cuda" else 2]:
             found[way] = measure(preset, way, options.warm, options.steps, device)
             gc.collect()
             if first:
-                print(f"{name}, {way}: {found[way].describe(found['whole'])}", flush=True)
+                print(f"{name}, {way}: {found[way].describe(found.get('whole'))}", flush=True)
             values[name] = {way: {key: getattr(one, key) for key in one.__slots__} for way, one in found.items()}
             if first and options.out:
                 options.out.write_text(json.dumps(values, indent=1))
@@ -308,12 +331,15 @@ def _cases(world: int) -> list[equality.Case]:
 
 
 def _wrong(found: dict[str, Found], world: int, preset: Preset) -> list[str]:
-    own, whole = found["fully sharded"], found["whole"]
+    if "fully sharded" not in found:
+        return []
+    own = found["fully sharded"]
     expected = own.rows - own.rows // world
     tolerance = 2.0**-8 if preset.autocast else equality.TOLERANCE  # bfloat16 has 8 significant bits
     wrong = []
     if abs(own.let_go - expected) > ROUNDED:
         wrong.append(f"{own.let_go:,} bytes of rows are let go, expected are {expected:,}")
+    whole = found.get("whole", own)
     if own.differs(whole) > tolerance:
         wrong.append(f"losses differ: {own.losses} instead of {whole.losses}")
     return wrong
