@@ -372,7 +372,8 @@ def _prepare(
         )
     compile_regions(model, config.compile)
     # Layers that are cut or compiled as a whole do not run alone.
-    if peak is None or state.model.layout.shard > 1 or config.compile in ("layers", "dense"):
+    cut = state.model.layout.shard * state.model.layout.expert > 1
+    if peak is None or cut or config.compile in ("layers", "dense"):
         return {}
     model.train()
     with untouched_rng(fabric.device):
