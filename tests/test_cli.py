@@ -136,6 +136,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     [
         (["--out", "x", "--nope", "1"], "nope"),
         (["--out", "x", "--inner.widht", "1"], r"--inner\.widht 1; the nearest option is inner\.width"),
+        (["--out", "x", "--inner.wid", "1"], r"--inner\.wid 1; the nearest option is inner\.width"),
         (["--out", "x", "--rate", "high"], r"^rate: expected a number, got high \(`opengem test --help`"),
         (["--out", "x", "--rate", "nan"], r"^rate: expected a number, got nan"),
         (["--out", "x", "--items", "2.5"], r"^items: expected a whole number or null, got 2\.5"),

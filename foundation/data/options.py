@@ -101,7 +101,7 @@ def _place(config_class: type, parts: Sequence[str]) -> tuple[str, ...] | None:
 def _parser(config_class: type, command: str) -> Any:
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog=command, exit_on_error=False)
+    parser = ArgumentParser(prog=command, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     _add_fields(parser, config_class, prefix="")
     return parser
