@@ -218,7 +218,7 @@ def _write_block(plan: WorldPlan, number: int, first_user: int, count: int, limi
     log = {name: value[:limit] for name, value in simulate(users, items, plan.law, rng).items()}
     user, time = log["user_id"], log["time_ms"]
     stretch = (time - plan.law.start_ms) // math.ceil(plan.law.days * DAY / plan.stretches)
-    starts = np.concatenate([[True], (user[1:] != user[:-1]) | (time[1:] != time[:-1])])
+    starts = _request_starts(user, time)
     order = np.argsort(stretch, kind="stable")
     ends = np.searchsorted(stretch[order], np.arange(plan.stretches + 1))
     table = pa.table(log).take(pa.array(order))
@@ -249,13 +249,18 @@ def _sort_stretch(plan: WorldPlan, part: Part, blocks: int) -> dict[str, int]:
     # Stable, so that the positions within a request stay.
     order = np.lexsort((user, time))
     user, time = user[order], time[order]
-    starts = np.concatenate([[True], (user[1:] != user[:-1]) | (time[1:] != time[:-1])])
+    starts = _request_starts(user, time)
     request = part.requests + np.cumsum(starts)
     impression = part.rows + 1 + np.arange(len(user))
     table = _impression_table(table.take(pa.array(order)), impression, request, plan.surfaces)
     path = plan.folder / "impressions" / f"part-{part.number:05d}.parquet"
     pq.write_table(table, path, compression="zstd", row_group_size=ROW_GROUP)
     return {task: int(np.count_nonzero(table[task].to_numpy())) for task in TASKS}
+
+
+def _request_starts(user: np.ndarray, time: np.ndarray) -> np.ndarray:
+    """Whether a row is the first of its request, bool [N], where the rows of a request follow one another."""
+    return np.concatenate([[True], (user[1:] != user[:-1]) | (time[1:] != time[:-1])])
 
 
 def _impression_table(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from dataclasses import dataclass
 from itertools import product, zip_longest
@@ -25,10 +24,10 @@ from foundation.model.gem import GEM, GEMConfig
 from foundation.model.heads import HeadsConfig
 from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
+from foundation.parallel.benchmarks.over_ranks import joined
 from foundation.parallel.benchmarks.random_batches import Sizes, dealt, random_batch, take
 from foundation.parallel.benchmarks.reference import Trained, train_plain
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
-from foundation.parallel.join import join_ranks
 from foundation.parallel.parallelize import ParallelModel, parallelize
 from foundation.parallel.pieces import Spread, local_shards
 from foundation.parallel.plan import SparseConfig
@@ -238,12 +237,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="combinations with this text in their names")
     parser.add_argument("--out", type=Path, help="write the outcomes as JSON")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    join_ranks("nccl" if device.type == "cuda" else "gloo")
+    device = joined(options.device)
     world = dist.get_world_size()
     references: dict[str, Trained] = {}
     lines = []

@@ -20,7 +20,6 @@ import argparse
 import gc
 import importlib
 import json
-import os
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -38,13 +37,12 @@ from foundation.data.batch import Batch
 from foundation.model.gem import GEM
 from foundation.parallel import parallelize as spreading
 from foundation.parallel.benchmarks import equality
-from foundation.parallel.benchmarks.over_ranks import most, wait
+from foundation.parallel.benchmarks.over_ranks import joined, most, wait
 from foundation.parallel.benchmarks.random_batches import dealt, random_batch, take
 from foundation.parallel.benchmarks.reference import Trained
 from foundation.parallel.benchmarks.scaling import PRESETS, Preset
 from foundation.parallel.benchmarks.steps import mean_loss, train_step
 from foundation.parallel.draw import draw_tables
-from foundation.parallel.join import join_ranks
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.tables import table_momentum, table_weights
 from foundation.parallel.topology import ParallelConfig, SparseSizes, Topology
@@ -276,12 +274,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write what was found as JSON")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
-    join_ranks("nccl" if device.type == "cuda" else "gloo")
+    device = joined(options.device)
     with references() if options.references else nullcontext():
         wrong = _run(options, device)
     dist.destroy_process_group()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from foundation.model.heads import HeadsConfig
 from foundation.model.interaction import InteractionConfig
 from foundation.model.layer import LayerConfig
 from foundation.model.sequence import SequenceConfig
+from foundation.parallel.benchmarks.over_ranks import joined, most, wait
 from foundation.parallel.benchmarks.random_batches import Sizes, random_batch
-from foundation.parallel.join import join_ranks
 from foundation.parallel.parallelize import parallelize
 from foundation.parallel.plan import SparseConfig
 from foundation.parallel.topology import DenseSizes, ParallelConfig, SparseSizes, Topology
@@ -105,9 +104,7 @@ def measure(preset: Preset, way: ParallelConfig, steps: int, warm: int, device: 
     seconds = 0.0
     for step in range(warm + steps):
         if step == warm:
-            if cuda:
-                torch.cuda.synchronize()
-            dist.barrier()
+            wait(device)
             seconds = -time.perf_counter()
         batch = batches[step % len(batches)]
         share = rank_share(batch)
@@ -118,21 +115,17 @@ def measure(preset: Preset, way: ParallelConfig, steps: int, warm: int, device: 
         state.dense.clip()
         state.dense.step()
         state.dense.zero_grad()
-    if cuda:
-        torch.cuda.synchronize()
-    dist.barrier()
+    wait(device)
     seconds += time.perf_counter()
     samples = sum(batches[step % len(batches)].num_impressions for step in range(warm, warm + steps)) * world
     events = torch.tensor([float(one.request.lengths["shown.item"].sum()) for one in encoded], device=device)
     heaviest, mean = events.clone(), events
     dist.all_reduce(heaviest, op=dist.ReduceOp.MAX)
     dist.all_reduce(mean)
-    peak = torch.tensor(torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0, device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return {
         "samples_per_second": samples / seconds,
         "step_ms": seconds / steps * 1e3,
-        "gb": peak.item(),
+        "gb": most(torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0, device),
         "imbalance": float((heaviest / (mean / world)).mean()),
     }
 
@@ -147,11 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write what was measured as JSON")
     parser.add_argument("--baseline", type=Path, help="what --out wrote at another number of ranks")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    join_ranks("nccl" if device.type == "cuda" else "gloo")
+    device = joined(options.device)
     world = dist.get_world_size()
     baseline = json.loads(options.baseline.read_text()) if options.baseline else None
     found: dict[str, dict[str, float]] = {}
