@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -283,19 +284,26 @@ def test_exit_status_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opengem.main(["world", "--out", "x"]) == 1
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    """A stage that is interrupted while writing exits 130 and removes what it had begun."""
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_leaves_nothing(tmp_path: Path, processes: int) -> None:
+    """A stage that is interrupted while writing exits 130 and removes what it had begun.
+
+    As from a terminal, all its processes get the signal.
+    """
     out = tmp_path / "raw"
+    options = ["--rows", "50000000", "--processes", str(processes), "--out", str(out)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "opengem", "world", "--rows", "50000000", "--out", str(out)],
+        [sys.executable, "-m", "opengem", "world", *options],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
-    while not list(tmp_path.glob("raw.tmp-*")):
+    while not list(tmp_path.glob("raw.tmp-*/users.parquet")):
         assert process.poll() is None, process.stderr and process.stderr.read()
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert error.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []

@@ -2,12 +2,13 @@
 
 A stage writes under a temporary name in the same folder, flushes to disk and renames. A crash, a full disk or
 Ctrl-C leaves the old result, or none; a process that was killed leaves a `NAME.tmp-...` entry, which the next
-run removes.
+run removes. Where it was killed while it replaced a folder, that run first puts the old one back.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import re
@@ -19,6 +20,9 @@ from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system answers when a file does not fit."""
+
+_ASIDE = "-old"
+"""How the name of a folder ends that is being replaced."""
 
 
 @contextmanager
@@ -38,16 +42,20 @@ def atomic_dir(
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
     final = Path(path)
+    _clear_stale(final)
     require_free(final, overwrite=overwrite, inputs=inputs)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(final)
-    temporary.mkdir()
+    aside = final.with_name(temporary.name + _ASIDE)
+    # Ctrl-C can come after any step, so all that leave something are in the block.
     try:
+        temporary.mkdir()
         yield temporary
         _sync_tree(temporary)
-        _replace_dir(temporary, final)
+        _replace_dir(temporary, final, aside)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        _settle(aside, final)
         _name_full_disk(error, final)
         raise
 
@@ -67,6 +75,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise IsADirectoryError(f"{final} is a folder; a file is to be written there, choose another output")
     require_folder_above(final)
     final.parent.mkdir(parents=True, exist_ok=True)
+    _clear_stale(final)
     temporary = _temporary(final)
     try:
         yield temporary
@@ -174,19 +183,21 @@ def _name_full_disk(error: BaseException, final: Path) -> None:
 
 
 def _temporary(final: Path) -> Path:
-    """A free name beside `final`. Names left by processes of this host that are gone are removed first."""
-    prefix = f"{final.name}.tmp-{socket.gethostname()}-"
-    for stale in final.parent.glob(f"{_glob_escape(prefix)}*"):
-        pid = stale.name.removeprefix(prefix)
-        if pid.isdigit() and not _alive(int(pid)):
-            _remove(stale)
-    temporary = final.parent / f"{prefix}{os.getpid()}"
-    _remove(temporary)
-    return temporary
+    """The name beside `final` that is this process's own."""
+    return final.with_name(f"{final.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
-def _glob_escape(text: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+def _clear_stale(final: Path) -> None:
+    """Removes what processes of this host that are gone left beside `final`, and what this one did."""
+    left = re.compile(rf"{re.escape(final.name)}\.tmp-{re.escape(socket.gethostname())}-(\d+)({_ASIDE})?")
+    for path in list(final.parent.glob(f"{glob.escape(final.name)}.tmp-*")):
+        found = left.fullmatch(path.name)
+        if found is None or (int(found[1]) != os.getpid() and _alive(int(found[1]))):
+            continue
+        if found[2]:
+            _settle(path, final)
+        else:
+            _remove(path)
 
 
 def _alive(pid: int) -> bool:
@@ -207,19 +218,21 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _replace_dir(temporary: Path, final: Path) -> None:
+def _replace_dir(temporary: Path, final: Path, aside: Path) -> None:
     """Puts `temporary` in place of `final`; an old folder is moved aside first and removed last."""
-    old = final.with_name(f"{temporary.name}-old")
     if final.exists():
-        os.rename(final, old)
-    try:
-        os.rename(temporary, final)
-    except OSError:
-        if old.exists():
-            os.rename(old, final)
-        raise
+        os.rename(final, aside)
+    os.rename(temporary, final)
     _sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _settle(aside, final)
+
+
+def _settle(aside: Path, final: Path) -> None:
+    """Puts an old folder back if nothing took its place, and removes it if something did."""
+    if aside.exists() and not final.exists():
+        os.rename(aside, final)
+    else:
+        _remove(aside)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -10,10 +10,9 @@ A block writes one Arrow file with a record batch per stretch; a stretch reads i
 from __future__ import annotations
 
 import math
-import multiprocessing
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from foundation.data.processes import ProcessPool
 from foundation.data.progress import progress
 from foundation.data.world_model import (
     DAY,
@@ -120,7 +120,7 @@ class _Here:
 class _Pool:
     """Runs calls in `processes` processes, or in this one if that is 1."""
 
-    def __init__(self, executor: ProcessPoolExecutor | None, processes: int) -> None:
+    def __init__(self, executor: ProcessPool | None, processes: int) -> None:
         self._executor, self.processes = executor, processes
 
     def submit(self, call: Any, *arguments: Any) -> Future[Any] | _Here:
@@ -142,11 +142,8 @@ def _pool(processes: int) -> Iterator[_Pool]:
     if processes == 1:
         yield _Pool(None, 1)
         return
-    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-    try:
+    with ProcessPool(processes) as executor:
         yield _Pool(executor, processes)
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 @lru_cache(maxsize=1)

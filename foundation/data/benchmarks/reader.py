@@ -18,7 +18,6 @@ import os
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from foundation.data.benchmarks.heavy_tailed import write_heavy_tailed
 from foundation.data.benchmarks.kuairand_like import write_kuairand_like
 from foundation.data.dataset import Dataset
 from foundation.data.logs import LogReader, ReaderConfig
+from foundation.data.processes import ProcessPool
 from foundation.data.schema import Schema
 from foundation.data.storage import open_parquet
 
@@ -124,7 +124,7 @@ def main() -> None:
 
 def _elsewhere(function, *args):  # type: ignore[no-untyped-def]
     """Calls a function in a new process, so that its memory is not that of another measurement."""
-    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as executor:
+    with ProcessPool(1) as executor:
         return executor.submit(function, *args).result()
 
 

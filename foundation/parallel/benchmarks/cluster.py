@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any, get_args
 import torch
 
 from foundation.data.options import parse_config
+from foundation.data.processes import ProcessPool
 from foundation.parallel.benchmarks.cluster_bench import COMPILED, Options, ways
 from foundation.parallel.benchmarks.cluster_parts import EVERY, SAVED
 from foundation.parallel.benchmarks.fully_sharded import CASES
@@ -120,7 +120,7 @@ def planned_gb(options: Options, ranks: int, dense: DenseSizes, sparse: SparseSi
     return sum(count for name, count in terms.items() if name != OUTSIDE) / 1e9
 
 
-def plan_all(launcher: Launcher, ranks: int, pool: ProcessPoolExecutor) -> None:
+def plan_all(launcher: Launcher, ranks: int, pool: ProcessPool) -> None:
     """Starts to plan all ways; what is planned comes into the results when it is there."""
 
     def tell(name: str, size: int, future: Future[float]) -> None:
@@ -249,7 +249,7 @@ def main() -> None:
     def run(size: int, parts: list[str], first_gpu: int = 0) -> None:
         launcher.run(size, parts, COMPILING if COMPILED in "".join(parts) else 90.0, first_gpu)
 
-    with ProcessPoolExecutor(2, mp_context=mp.get_context("forkserver")) as pool:
+    with ProcessPool(2, method="forkserver") as pool:
         at_once = [threading.Thread(target=run, args=(1, parts, gpu)) for gpu, parts in enumerate(chosen(alone))]
         for thread in at_once:
             thread.start()

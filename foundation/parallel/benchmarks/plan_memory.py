@@ -10,10 +10,8 @@ the plan counts with. Printed are what is held between steps, at the end of the 
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import sys
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +22,7 @@ import torch
 from foundation.data import settings
 from foundation.data.commands import run_command
 from foundation.data.options import parse_config
+from foundation.data.processes import ProcessPool
 from foundation.data.schema import Schema
 from foundation.model.benchmarks.presets import model_config, table_rows
 from foundation.model.gem import GEM
@@ -173,7 +172,7 @@ def main(arguments: list[str]) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("plan_memory: needs a CUDA device")
     results: dict[str, dict[str, Any]] = {}
-    with ProcessPoolExecutor(len(config.presets), mp_context=mp.get_context("spawn")) as pool:
+    with ProcessPool(len(config.presets)) as pool:
         plans = {preset: pool.submit(planned, config, preset) for preset in config.presets}
         for preset in config.presets:
             found = measured(config, preset)

@@ -10,13 +10,12 @@ counts too: copy its folder (`result.json` is enough) to its place. `train: fals
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.files import atomic_write
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.options import parse_config
+from foundation.data.processes import ProcessPool
 from foundation.data.progress import progress
 from foundation.data.settings import plain
 from foundation.model.flops import TRAINING
@@ -240,7 +240,7 @@ def run_all(jobs: Sequence[Job], processes: int) -> None:
     """
     failed: list[str] = []
     with (
-        ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool,
+        ProcessPool(processes, tasks_per_process=1) as pool,
         progress("runs", len(jobs)) as advance,
     ):
         futures = {pool.submit(run_one, job): job for job in jobs}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from foundation.data.files import atomic_dir, atomic_path, atomic_write, require_free, sha256_file
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_dir_appears_when_the_block_ends(tmp_path: Path) -> None:
@@ -113,12 +117,81 @@ def test_killed_process_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
         "import os, sys; from foundation.data.files import atomic_dir\n"
         "with atomic_dir(sys.argv[1]) as t:\n  (t / 'half').write_text('x'); os.kill(os.getpid(), 9)\n"
     )
-    root = Path(__file__).resolve().parents[3]
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], cwd=root)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], cwd=ROOT)
     assert len(list(tmp_path.glob("out.tmp-*"))) == 1
     with atomic_dir(tmp_path / "out") as temporary:
         (temporary / "whole").write_text("x")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_whose_replacement_was_killed_is_put_back(tmp_path: Path) -> None:
+    """Killed between the two renames: neither the old folder nor the new one has its name."""
+    write_both = (
+        "import os, sys; from foundation.data import files\n"
+        "for text in ('old', 'new'):\n"
+        "  if text == 'new': files._sync_tree = lambda _: setattr(os, 'rename', kill_second)\n"
+        "  with files.atomic_dir(sys.argv[1], overwrite=True) as t: (t / 'file').write_text(text)\n"
+    )
+    kill_second = (
+        "import os; rename = os.rename\n"
+        "def kill_second(a, b): os.kill(os.getpid(), 9) if str(b) == sys.argv[1] else rename(a, b)\n"
+    )
+    out = tmp_path / "out"
+    subprocess.run([sys.executable, "-c", kill_second + write_both, str(out)], cwd=ROOT)
+    assert sorted(path.name.rsplit("-", 1)[-1] for path in tmp_path.iterdir() if path.name.endswith("-old")) == ["old"]
+    assert not out.exists()
+    with pytest.raises(FileExistsError), atomic_dir(out):
+        pytest.fail("the block ran")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_ctrl_c_after_any_step_leaves_old_or_new(tmp_path: Path, old: bool) -> None:
+    """KeyboardInterrupt is raised before each line that runs, of ours and of the context manager, one line a run."""
+    out = tmp_path / "out"
+
+    def contents() -> str:
+        names = [path.name for path in tmp_path.iterdir()]
+        assert names in ([], ["out"])
+        return (out / "file").read_text() if names else ""
+
+    def run(line: int) -> bool:
+        """Writes the folder anew; whether the interrupt came."""
+        out.is_dir() and shutil.rmtree(out)
+        if old:
+            out.mkdir()
+            (out / "file").write_text("old")
+        lines = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> object:
+            nonlocal lines
+            if Path(frame.f_code.co_filename).name not in ("files.py", "contextlib.py"):
+                return None
+            if event == "line":
+                lines += 1
+                if lines == line:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(trace)
+            with atomic_dir(out, overwrite=old) as temporary:
+                (temporary / "file").write_text("new")
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    line, seen = 1, set()
+    while run(line):
+        seen.add(contents())
+        line += 1
+    assert line > 50
+    assert seen == {"old" if old else "", "new"}
+    assert contents() == "new"
 
 
 def test_other_runs_temporary_is_left_alone(tmp_path: Path) -> None:
