@@ -37,3 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in gpu:
                 item.add_marker(pytest.mark.skip(reason="gpu: there is no CUDA device"))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Lets go of the GPU memory that a test took, since other processes of the run may need it."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        torch.cuda.empty_cache()
