@@ -7,22 +7,36 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """The system wants the command to end, which it does as after Ctrl-C."""
 
 
 def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> int:
-    """Runs a command; returns its exit status: its own, 0 for None, 2 for a user's error, 130 after Ctrl-C.
+    """Runs a command; returns its exit status: its own, 0 for None, 2 for a user's error.
+
+    After Ctrl-C it is 130, and 143 after SIGTERM, with which batch systems and containers end a command.
 
     Args:
         command: takes the arguments without the program's name.
     """
     try:
-        return int(command(arguments) or 0)
+        with _sigterm_raises():
+            return int(command(arguments) or 0)
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -44,6 +58,32 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
             "error: one of the processes was killed, mostly for want of memory; use fewer `processes`", file=sys.stderr
         )
         return USAGE_ERROR
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises :class:`Terminated`, so that no half output and no process stays; a second one ends at once.
+
+    Not for ranks of `torchrun`: it ends them with this signal, also where one waits inside a collective for a rank
+    that is gone and would never raise anything.
+    """
+    ours, owner = threading.current_thread() is threading.main_thread(), os.getpid()
+    if not ours or "TORCHELASTIC_RUN_ID" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def handler(number: int, _: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != owner:  # in a fork
+            os.kill(os.getpid(), number)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _said(error: Exception) -> str:

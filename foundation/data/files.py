@@ -13,7 +13,9 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import socket
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -54,8 +56,9 @@ def atomic_dir(
         _sync_tree(temporary)
         _replace_dir(temporary, final, aside)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _settle(aside, final)
+        with _undisturbed():
+            shutil.rmtree(temporary, ignore_errors=True)
+            _settle(aside, final)
         _name_full_disk(error, final)
         raise
 
@@ -83,7 +86,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, final)
         _sync(final.parent)
     except BaseException as error:
-        with suppress(OSError):
+        with _undisturbed(), suppress(OSError):
             temporary.unlink(missing_ok=True)
         _name_full_disk(error, final)
         raise
@@ -180,6 +183,22 @@ def _name_full_disk(error: BaseException, final: Path) -> None:
     if full is not None:
         code = full.errno or errno.ENOSPC
         raise OSError(code, f"{os.strerror(code)}; nothing was written", str(final)) from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C does nothing while what the first one left is removed."""
+    caught = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(number))
+    ]
+    before = [signal.signal(number, signal.SIG_IGN) for number in caught]
+    try:
+        yield
+    finally:
+        for number, handler in zip(caught, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _temporary(final: Path) -> Path:

@@ -2,12 +2,15 @@
 
 A terminal sends Ctrl-C to every process of a command. One that it meets while it hands back a result takes the
 queue's lock with it, and the command waits for ever; so here it is for the main process alone, which ends the others.
+Should that one be killed, they end by themselves.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from types import TracebackType
@@ -37,7 +40,9 @@ class ProcessPool(ProcessPoolExecutor):
         method: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
         context = multiprocessing.get_context(method)
-        super().__init__(processes, mp_context=context, max_tasks_per_child=tasks_per_process)
+        super().__init__(
+            processes, mp_context=context, max_tasks_per_child=tasks_per_process, initializer=_end_with_parent
+        )
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As in the standard library."""
@@ -56,3 +61,15 @@ class ProcessPool(ProcessPoolExecutor):
             for process in multiprocessing.active_children():
                 process.terminate()
         self.shutdown(wait=True, cancel_futures=error is not None)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the main one is gone: it would wait for its next task for ever, or train on unseen."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watches the main process", daemon=True).start()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from foundation.data.commands import INTERRUPTED, USAGE_ERROR, run_command
+from foundation.data.commands import INTERRUPTED, TERMINATED, USAGE_ERROR, run_command
+from foundation.data.files import atomic_dir
 
 ROOT = Path(__file__).parents[3]
 MODULES = [
@@ -44,6 +47,44 @@ def test_an_error_is_one_line(
 
     assert run_command(command, []) == status
     assert capsys.readouterr().err == said
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def command(arguments: list[str]) -> None:
+        with atomic_dir(tmp_path / "out") as folder:
+            (folder / "half").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run_command(command, []) == TERMINATED
+    assert capsys.readouterr().err == "terminated\n"
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_ends_forks_and_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends ranks so that wait inside a collective, where Python raises nothing."""
+    found: list[object] = []
+
+    def command(arguments: list[str]) -> None:
+        found.append(signal.getsignal(signal.SIGTERM))
+        child = os.fork()
+        if not child:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                os._exit(1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    run_command(command, [])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    run_command(command, [])
+    assert callable(found[0]) and found[1:] == [-signal.SIGTERM, signal.SIG_DFL, -signal.SIGTERM]
 
 
 def test_a_command_has_its_own_status() -> None:

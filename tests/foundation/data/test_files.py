@@ -6,10 +6,12 @@ import errno
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -192,6 +194,29 @@ def test_ctrl_c_after_any_step_leaves_old_or_new(tmp_path: Path, old: bool) -> N
     assert line > 50
     assert seen == {"old" if old else "", "new"}
     assert contents() == "new"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_does_not_disturb_the_tidying_up(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def pressed_again(path: Path, **options: Any) -> None:
+        os.kill(os.getpid(), number)
+        remove(path, **options)
+
+    remove, before = shutil.rmtree, signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="first"), atomic_dir(tmp_path / "out") as folder:
+            (folder / "file").touch()
+            monkeypatch.setattr(shutil, "rmtree", pressed_again)
+            raise KeyboardInterrupt("first")
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_runs_temporary_is_left_alone(tmp_path: Path) -> None:

@@ -39,9 +39,23 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("seconds", "tasks_per_process"), [("0", "0"), ("0", "1"), ("3600", "0")])
 def test_ctrl_c_ends_all_at_once(tmp_path: Path, seconds: str, tasks_per_process: str) -> None:
     """While results come in, while processes start, and while every one is at work for long."""
-    (tmp_path / "script.py").write_text(INTERRUPTED)
+    process = started(tmp_path, seconds, tasks_per_process)
+    os.killpg(process.pid, signal.SIGINT)
+    # Ends when no process has the pipes open any more.
+    said, errors = process.communicate(timeout=60)
+    assert (said, errors, process.returncode) == ("interrupted\n", "", 0)
+
+
+def test_processes_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
+    process = started(tmp_path, "3600", "0")
+    process.kill()
+    assert process.communicate(timeout=60)[0] == ""
+
+
+def started(folder: Path, seconds: str, tasks_per_process: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(INTERRUPTED)
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "script.py"), seconds, tasks_per_process],
+        [sys.executable, str(folder / "script.py"), seconds, tasks_per_process],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,10 +64,7 @@ def test_ctrl_c_ends_all_at_once(tmp_path: Path, seconds: str, tasks_per_process
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    os.killpg(process.pid, signal.SIGINT)
-    # Ends when no process has the pipes open any more.
-    said, errors = process.communicate(timeout=60)
-    assert (said, errors, process.returncode) == ("interrupted\n", "", 0)
+    return process
 
 
 def test_results_come_in_and_an_error_ends_the_rest() -> None:
