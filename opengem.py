@@ -155,13 +155,16 @@ def load(command: Command) -> tuple[Callable[[Any], Any], type]:
         InstallationError: the stage needs torch, and torch, fbgemm and torchrec do not belong together.
         ValueError: a package that the stage needs is not installed.
     """
+    from foundation.data.commands import nothing_to_tidy
+
     if command.torch:
         from foundation.data.installation import require_installation
 
         require_installation()
     module_name, function = command.stage.split(":")
     try:
-        module = importlib.import_module(module_name)
+        with nothing_to_tidy():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in OWN_PACKAGES:
             raise

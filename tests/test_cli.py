@@ -307,3 +307,20 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, processes: int) -> None:
     assert error.splitlines()[-1] == "interrupted"
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_import_that_swallows_ctrl_c_is_ended_by_it(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    """Modules of PyTorch swallow what is raised while they import others; the command would go on."""
+    (tmp_path / "swallows.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    pass\n"
+    )
+    code = (
+        "import sys, opengem; opengem.COMMANDS['world'] = opengem.Command(stage='swallows:x', config='y', help='');"
+        "sys.exit(opengem.main(['world']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    environment.pop("TORCHELASTIC_RUN_ID", None)
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (status, "")
+    assert result.stderr == ("interrupted\n" if status == 130 else "terminated\n")

@@ -61,14 +61,37 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
 
 
 @contextmanager
+def nothing_to_tidy() -> Iterator[None]:
+    """Within the block Ctrl-C and SIGTERM end the process as it is: for imports, in which libraries swallow exceptions.
+
+    An exception that a module of PyTorch caught for one of its own would be a Ctrl-C that does nothing.
+    """
+    said = {signal.SIGINT: ("interrupted", INTERRUPTED), signal.SIGTERM: ("terminated", TERMINATED)}
+
+    def handler(number: int, _: object) -> None:
+        text, status = said[signal.Signals(number)]
+        os.write(2, f"{text}\n".encode())
+        os._exit(status)
+
+    caught = [number for number in said if _in_main_thread() and callable(signal.getsignal(number))]
+    before = [signal.signal(number, handler) for number in caught]
+    try:
+        yield
+    finally:
+        for number, old in zip(caught, before, strict=True):
+            signal.signal(number, old)
+
+
+@contextmanager
 def _sigterm_raises() -> Iterator[None]:
     """SIGTERM raises :class:`Terminated`, so that no half output and no process stays; a second one ends at once.
 
     Not for ranks of `torchrun`: it ends them with this signal, also where one waits inside a collective for a rank
     that is gone and would never raise anything.
     """
-    ours, owner = threading.current_thread() is threading.main_thread(), os.getpid()
-    if not ours or "TORCHELASTIC_RUN_ID" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    owner = os.getpid()
+    others = "TORCHELASTIC_RUN_ID" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if others or not _in_main_thread():
         yield
         return
 
@@ -84,6 +107,11 @@ def _sigterm_raises() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _in_main_thread() -> bool:
+    """Whether this is the thread that may set handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _said(error: Exception) -> str:
