@@ -1,9 +1,7 @@
 """Trains in processes that are killed with SIGKILL, again and again, and writes down what each of them did.
 
-    python -m tests.foundation.training.kill_driver FOLDER KILLS REQUESTS EPOCHS SEED
-
-This process imports everything once, and only that; each attempt is a fork of it. FOLDER/result.json says per attempt
-which checkpoint it went on from, which rows it saw in which step, and how it ended.
+`main` runs in a process that has imported everything, and only that; each attempt is a fork of it. FOLDER/result.json
+says per attempt which checkpoint it went on from, which rows it saw in which step, and how it ended.
 """
 
 from __future__ import annotations
@@ -163,7 +161,3 @@ def main(folder: Path, kills: int, requests: int, epochs: int, seed: int) -> Non
         assert attempts[-1]["ended"] in (0, -signal.SIGKILL), (folder / f"killed-{number}.log").read_text()[-3000:]
         killed += attempts[-1]["ended"] == -signal.SIGKILL
     (folder / "result.json").write_text(json.dumps(attempts))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

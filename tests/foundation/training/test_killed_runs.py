@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foundation.data.dataset import Dataset
-from tests.foundation.training import small_run
+from tests.foundation.parallel.ranks import in_processes
+from tests.foundation.training import kill_driver, small_run
 
-ROOT = Path(__file__).resolve().parents[3]
+
+def drive(_: int, *arguments: Any) -> None:
+    kill_driver.main(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -23,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
     ],
 )
 def test_killed_runs_equal_one_that_was_left_alone(tmp_path: Path, kills: int, requests: int, epochs: int) -> None:
-    arguments = [str(tmp_path), *map(str, (kills, requests, epochs)), "7"]
-    subprocess.run([sys.executable, "-m", "tests.foundation.training.kill_driver", *arguments], check=True, cwd=ROOT)
+    in_processes(drive, 1, tmp_path / "driver", tmp_path, kills, requests, epochs, 7)
     whole, *attempts = json.loads((tmp_path / "result.json").read_text())
     expected = dict(whole["steps"])
     losses, weights = small_run.lines(tmp_path / "whole"), small_run.tensors(tmp_path / "whole")
