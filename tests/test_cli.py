@@ -15,6 +15,7 @@ import pytest
 
 import opengem
 from foundation.data.options import parse_config, whole_keys
+from foundation.data.prepare import PrepareConfig
 from foundation.model.gem import GEMConfig
 from foundation.training.train import TrainConfig
 
@@ -122,6 +123,16 @@ def test_config_from_options() -> None:
         inner=Inner(width=9),
     )
     assert config.other.width == 3
+
+
+def test_a_path_below_home_that_no_shell_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave `--out=~/x` alone, and what a file says."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prepare.yaml").write_text("schema: ~/s\nlog: [~/a, b~/c]\nusers: {path: ~/u, key: id}\n")
+    config = parse_config(PrepareConfig, ["--config=~/prepare.yaml", "--out=~/x"], name="prepare logs")
+    assert config.users is not None
+    found = (config.schema, *config.log, str(config.out), config.users.path)
+    assert found == (f"{tmp_path}/s", f"{tmp_path}/a", "b~/c", f"{tmp_path}/x", f"{tmp_path}/u")
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:

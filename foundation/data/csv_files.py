@@ -8,6 +8,7 @@ line, and a file of which DuckDB makes something else is read again without gues
 from __future__ import annotations
 
 import csv
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,12 @@ def read_csv(
     delimiter = {"delim": marks.pop()} if len(marks) == 1 else {}
     try:
         table = connection.read_csv(
-            list(headers), header=True, union_by_name=True, skip=0, types=known or None, **delimiter
+            [glob.escape(file) for file in headers],
+            header=True,
+            union_by_name=True,
+            skip=0,
+            types=known or None,
+            **delimiter,
         )
     except duckdb.Error:
         for file, header in headers.items():
@@ -101,7 +107,7 @@ def read_csv(
 def _read_plainly(connection: ibis.BaseBackend, file: str, header: Header) -> None:
     """Reads every line as text, without guesses; raises duckdb.Error with the line that does not fit."""
     kinds = ", ".join(f"'{i}': 'VARCHAR'" for i in range(len(header.names)))
-    quoted = file.replace("'", "''")
+    quoted = glob.escape(file).replace("'", "''")
     connection.raw_sql(
         f"SELECT count(*) FROM read_csv('{quoted}', auto_detect = false, header = true, delim = '{header.delimiter}',"
         f" quote = '\"', escape = '\"', columns = {{{kinds}}})"

@@ -34,16 +34,18 @@ def atomic_dir(
     """Yields an empty temporary folder that becomes `path` when the block ends without an exception.
 
     Args:
-        path: the final folder; its parents are created.
+        path: the final folder; its parents are created. Where it is a link, it is the folder that it leads to.
         overwrite: replace a folder that exists. The old one stays until the new one is whole.
         inputs: as in :func:`require_free`.
 
     Raises:
         FileExistsError: `path` exists, is not empty, and `overwrite` is false. Raised before the block runs.
-        ValueError: what :func:`require_free` refuses to replace.
+        ValueError: what :func:`require_free` refuses to replace; `path` is a mount, which nothing can be renamed to.
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
-    final = Path(path)
+    final = _target(path)
+    if final.is_mount():
+        raise ValueError(f"{path}: is a mount, which cannot be replaced as a whole; write to a folder below it")
     _clear_stale(final)
     require_free(final, overwrite=overwrite, inputs=inputs)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -67,13 +69,13 @@ def atomic_dir(
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a temporary file path that is renamed to `path` when the block ends without an exception.
 
-    The block must create the file. An existing `path` is replaced.
+    The block must create the file. An existing `path` is replaced; a link leads to the file, as elsewhere.
 
     Raises:
         IsADirectoryError, NotADirectoryError: `path` is a folder, or lies below a file.
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
-    final = Path(path)
+    final = _target(path)
     if final.is_dir():
         raise IsADirectoryError(f"{final} is a folder; a file is to be written there, choose another output")
     require_folder_above(final)
@@ -127,6 +129,16 @@ def require_free(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
         if Path(kept).resolve().is_relative_to(final.resolve()):
             what = "the current folder" if kept == Path.cwd() else f"{kept}, which is read"
             raise ValueError(f"{final}: to overwrite it would remove {what}; choose another output")
+
+
+def empty_folder(path: Path) -> None:
+    """Removes what is in a folder; the folder stays, which may be a link or a mount, and is made if it is not there."""
+    _target(path).mkdir(parents=True, exist_ok=True)
+    for inner in path.iterdir():
+        if inner.is_dir() and not inner.is_symlink():
+            shutil.rmtree(inner)
+        else:
+            inner.unlink()
 
 
 def require_folder_above(final: Path) -> None:
@@ -199,6 +211,11 @@ def _undisturbed() -> Iterator[None]:
     finally:
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)
+
+
+def _target(path: str | Path) -> Path:
+    """The path itself, or where it leads to if it is a link: a link to another disk is there to be followed."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
 
 
 def _temporary(final: Path) -> Path:

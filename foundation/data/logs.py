@@ -172,7 +172,7 @@ class LogReader:
 
         Raises:
             DatasetError: values that cannot be used; the message names file, column and row.
-            WorkerError: a worker process died.
+            WorkerDied: something killed a worker process.
         """
         if not self._resume:
             self._segments, self._batch = (), 0

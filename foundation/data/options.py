@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from foundation.data.option_errors import reworded
@@ -181,7 +183,7 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
             # The parser lets a null stand for any type.
             raise ValueError(f"{key}: expected a value, got null")
         _require_ordinary(key, value)
-        values[field.name] = value
+        values[field.name] = _from_home(value)
     try:
         return config_class(**values)
     except ValueError as error:
@@ -189,6 +191,21 @@ def _build(config_class: type, parsed: Any, prefix: str = "") -> Any:
         if message == str(error):
             raise
         raise ValueError(message) from error
+
+
+def _from_home(value: Any) -> Any:
+    """A path below `~` below the home folder: shells do so, but not in `--out=~/run` or in a file."""
+    if isinstance(value, Path):
+        return Path(_from_home(str(value)))
+    if isinstance(value, str):
+        return os.path.expanduser(value) if value.startswith("~/") else value
+    if isinstance(value, list | tuple):
+        return type(value)(_from_home(inner) for inner in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: _from_home(inner) for name, inner in fields.items() if _from_home(inner) != inner}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
 
 
 def _require_ordinary(key: str, value: Any) -> None:

@@ -75,7 +75,7 @@ class RowReader:
                 start = max(start, last)
                 group += 1
         except (pa.ArrowException, OSError) as error:
-            raise DatasetError(f"{self.files[file]}: cannot be read; the file may be damaged ({error})") from None
+            raise DatasetError(f"{self.files[file]}: cannot be read; the file may be damaged ({error})") from error
 
     def close(self) -> None:
         """Closes all files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def preset(name: str | Path, key: str = "config", kind: str = "") -> Path:
         FileNotFoundError: neither exists; the message lists the presets of that kind.
         IsADirectoryError: it is a folder.
     """
-    given = Path(name)
+    given = Path(os.path.expanduser(name) if str(name).startswith("~/") else name)
     if given.is_dir():
         at = next((given / file for file in ("config.yaml", "schema.yaml") if (given / file).is_file()), None)
         raise IsADirectoryError(f"{key}: {name} is a folder, not a YAML file{f'; there is {at}' if at else ''}")

@@ -5,7 +5,6 @@ Rows keep the order of the files, so "the first of two duplicates" means what a 
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ibis.common.exceptions import IbisError
 from pyarrow import orc
 
 from foundation.data.csv_files import read_csv
+from foundation.data.files import FULL
 
 PARQUET = (".parquet", ".pq")
 CSV = (".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz")
@@ -69,6 +69,8 @@ def duckdb_errors() -> Iterator[None]:
 
 def connect(work: Path, memory_gb: float, threads: int | None) -> ibis.BaseBackend:
     """A DuckDB database in the folder ``work``, where it also spills what does not fit into memory."""
+    if "?" in str(work):  # DuckDB takes what follows for settings, in the name of one of its files
+        raise PrepareError("out: there must be no ? in its path; choose another")
     settings: dict[str, Any] = {"memory_limit": f"{memory_gb}GB", "temp_directory": str(work / "spill")}
     if threads is not None:
         settings["threads"] = threads
@@ -82,7 +84,8 @@ def expand(paths: Sequence[str | Path], key: str) -> list[str]:
     """The files that paths and globs stand for, without repeats. Raises PrepareError naming ``key``."""
     files: list[str] = []
     for path in paths:
-        found = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(path)) else [str(path)]
+        magic = glob.has_magic(str(path)) and not os.path.lexists(path)  # a file may be named like a pattern
+        found = sorted(glob.glob(str(path), recursive=True)) if magic else [str(path)]
         folder = next((f for f in found if Path(f).is_dir()), None)
         if folder is not None:
             raise PrepareError(f"{key}: {folder}: is a folder; name its files, such as {Path(folder) / '*.parquet'}")
@@ -126,7 +129,7 @@ def load(
     else:
         _check_footers(files, columns)
         with _naming(files, key):
-            table = connection.read_parquet(files, union_by_name=True)
+            table = connection.read_parquet([glob.escape(f) for f in files], union_by_name=True)
     if columns is not None:
         table = table.select(*[c for c in dict.fromkeys(columns) if c in table.columns])
     stored = store(connection, name, table, files, key)
@@ -274,8 +277,9 @@ def _naming(files: Sequence[str], key: str) -> Iterator[None]:
 
 def _raise_full_disk(error: Exception) -> None:
     """A full disk is not a fault of the file that is read. DuckDB and Arrow say it in words only."""
-    if os.strerror(errno.ENOSPC) in str(error):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+    for code in FULL:
+        if os.strerror(code) in str(error):
+            raise OSError(code, os.strerror(code)) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -41,7 +41,11 @@ _LENT = 3
 
 
 class WorkerError(RuntimeError):
-    """A worker process ended without saying why."""
+    """A fault of ours in a worker process; the message is its traceback."""
+
+
+class WorkerDied(ChildProcessError):
+    """A worker process ended without saying why: something killed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class WorkerPool:
 
         Raises:
             DatasetError: the data cannot be read.
-            WorkerError: a worker died, for example because the system was out of memory.
+            WorkerDied: something killed a worker, for example the system when it was out of memory.
         """
         for i, unit in enumerate(self._units):
             for _ in range(unit.length):
@@ -182,12 +186,12 @@ class WorkerPool:
         self._pipes[number].send(message.slot)
         return memory
 
-    def _death(self, process: BaseProcess) -> WorkerError:
+    def _death(self, process: BaseProcess) -> WorkerDied:
         process.join(5)
         code = process.exitcode
         cause = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         hint = "; the system may be out of memory: use fewer workers or a smaller shuffle_window" if code == -9 else ""
-        return WorkerError(f"reader process {process.name} ended unexpectedly ({cause}){hint}")
+        return WorkerDied(f"reader process {process.name} ended unexpectedly ({cause}){hint}")
 
 
 def _work(

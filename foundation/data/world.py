@@ -17,6 +17,7 @@ holds the log about twice until then.
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from dataclasses import dataclass
@@ -243,7 +244,7 @@ def _prepare_settings(folder: Path) -> dict[str, Any]:
     """The settings of `opengem prepare logs` for the logs in `folder`; the output is left to the user."""
     return {
         "schema": str(folder / "schema.yaml"),
-        "log": [str(folder / "impressions" / "*.parquet")],
+        "log": [str(Path(glob.escape(str(folder))) / "impressions" / "*.parquet")],
         "users": {"path": str(folder / "users.parquet"), "key": "user_id"},
         "items": {"path": str(folder / "items.parquet"), "key": "item_id"},
         "sequences": {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from foundation.data.files import full_disk
+from foundation.data.files import empty_folder, full_disk
 from foundation.training.checkpoint_files import CheckpointError
 
 
@@ -37,7 +36,9 @@ def full_disk_named(out: Path) -> Iterator[None]:
         if not (out / "checkpoints" / "latest").is_file():
             advice = "free space there, then start again"
             if free and int(os.environ.get("RANK", "0")) == 0:
-                shutil.rmtree(out, ignore_errors=True)
+                with suppress(OSError):  # what is left of a link or a mount is an empty folder
+                    empty_folder(out)
+                    out.rmdir()
                 advice += "; the run had no checkpoint yet, its folder is removed"
         if isinstance(error, CheckpointError):
             raise CheckpointError(f"{error}; {advice}") from error

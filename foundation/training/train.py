@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from lightning.fabric import Fabric
 from foundation.data import settings
 from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
-from foundation.data.files import atomic_write, require_free
+from foundation.data.files import atomic_write, empty_folder, require_free
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.options import whole_keys
 from foundation.model.flops import Load, forward_flops
@@ -233,8 +232,8 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     ledger = config.out / LEDGER
     # A run that ended before its first checkpoint starts over, but the time that it took stays in its ledger.
     spent = ledger.read_bytes() if config.resume and ledger.is_file() else b""
-    if fresh and config.out.exists():
-        shutil.rmtree(config.out)
+    if fresh:
+        empty_folder(config.out)
     (config.out / "checkpoints").mkdir(parents=True, exist_ok=True)
     if fresh and spent:
         atomic_write(ledger, spent)

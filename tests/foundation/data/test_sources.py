@@ -56,6 +56,16 @@ def test_every_format_keeps_rows_and_their_order(connection: ibis.BaseBackend, t
     assert [r["_input"] for r in found] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("name", ["p[0].parquet", "p[0].csv", "p[0].orc"])
+def test_a_name_that_looks_like_a_pattern_is_a_name(connection: ibis.BaseBackend, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "new [1] *" / "it's"
+    for place, rows_of in ((folder, TABLE), (tmp_path / "new 1 x" / "it's", TABLE.slice(4))):
+        place.mkdir(parents=True)
+        write(place / name, rows_of)
+        write(place / name.replace("[0]", "0"), rows_of.slice(0, 0))
+    assert len(rows(load(connection, "log", [str(folder / name)], "log"))) == 5
+
+
 def test_files_come_in_the_order_of_their_names(connection: ibis.BaseBackend, tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", TABLE.slice(2))
     write(tmp_path / "a.parquet", TABLE.slice(0, 2))
@@ -202,3 +212,6 @@ def test_a_full_disk_is_no_fault_of_the_log(kind: type[Exception]) -> None:
     with pytest.raises(OSError, match=r"No space left on device$") as error, duckdb_errors(), _naming(["a.csv"], "log"):
         raise full
     assert error.value.errno == errno.ENOSPC
+    quota = kind('Could not write file "/out/work.duckdb.wal": Disk quota exceeded')
+    with pytest.raises(OSError, match=r"Disk quota exceeded$"), duckdb_errors(), _naming(["a.csv"], "log"):
+        raise quota

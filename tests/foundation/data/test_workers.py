@@ -22,7 +22,7 @@ from foundation.data.dataset import Dataset
 from foundation.data.files import may_pass
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.storage import DatasetError
-from foundation.data.workers import WorkerError
+from foundation.data.workers import WorkerDied
 from tests.foundation.data.builders import small_table, train_parts, write_dataset
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,9 +45,7 @@ def test_a_killed_worker_is_reported(dataset: Dataset) -> None:
     victim = next(p for p in mp.active_children() if p.name == "opengem-reader-0")
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
-    with pytest.raises(
-        WorkerError, match=r"opengem-reader-0 ended unexpectedly \(killed by signal 9\); the system may"
-    ):
+    with pytest.raises(WorkerDied, match=r"opengem-reader-0 ended unexpectedly \(killed by signal 9\); the system may"):
         list(iterator)
     assert not mp.active_children()
 

@@ -150,7 +150,8 @@ def _any_weight(tensors: dict[str, torch.Tensor]) -> str:
 
 def test_an_output_that_exists_is_refused_kept_or_replaced(data: Path, tmp_path: Path) -> None:
     config = small_run.config(data, tmp_path / "run", max_steps=2)
-    config.out.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    config.out.symlink_to("elsewhere")  # a folder on another disk
     (config.out / "note.txt").write_text("mine")
     for refused in (config, replace(config, resume=True)):
         with pytest.raises(FileExistsError, match="overwrite"):
@@ -158,6 +159,7 @@ def test_an_output_that_exists_is_refused_kept_or_replaced(data: Path, tmp_path:
     assert (config.out / "note.txt").read_text() == "mine"
     train(replace(config, overwrite=True))
     assert not (config.out / "note.txt").exists()
+    assert config.out.is_symlink() and (tmp_path / "elsewhere" / "manifest.json").is_file()
     with pytest.raises(FileExistsError):
         train(config)
     # Without a checkpoint to go on from, resume starts.
