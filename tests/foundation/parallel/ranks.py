@@ -6,6 +6,7 @@ imported there once, and not by every rank of every test.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -68,6 +69,7 @@ def on_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any)
 def _process(
     number: int, function: Callable[..., None], folder: str, environment: dict[str, str], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was imported is no garbage, and no collection has to look at it
     os.environ.clear()
     os.environ.update(environment)
     file = os.open(f"{folder}/output-{number}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
