@@ -1,4 +1,4 @@
-"""Runs the Triton kernels of block attention, jagged movement and norms on the CPU; see ``interpreted.py``."""
+"""Runs the Triton kernels of all but sequence attention on the CPU; see ``interpreted.py``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kernels.jagged import short_sums_triton, tables_triton
 from kernels.jagged import triton as jagged_triton
 from kernels.norms import reference as norm_reference
 from kernels.norms import triton as norm_triton
+from tests.kernels import test_interaction, test_token_mixing
 
 TOLERANCE = 2e-6
 """Relative, of float32 sums of at most some hundred terms against float64: some roundings of 6e-8."""
@@ -166,10 +167,10 @@ def short_sums() -> None:
 def tables() -> None:
     """Gradients of two tables, the large one first or second, its last group of 64 rows not full, columns masked."""
     torch.manual_seed(0)
-    x = torch.randn(1200, 70)
+    x = torch.randn(600, 70)  # two blocks of rows, the second not full
     config = {"PROGRAMS": 2, "ROWS": 64, "BLOCK": 64, "STAGES": 2, "num_warps": 4}
     for sizes in ((330, 7), (7, 130)):
-        index = torch.stack([torch.randint(n, (1200,)) for n in sizes], dim=1)
+        index = torch.stack([torch.randint(n, (600,)) for n in sizes], dim=1)
         index[:, 0] = index[:, 0] // 140 * 140 + index[:, 0] // 300  # groups that are empty
         index[:, 1] += sizes[0]
         with forced("tables", config):
@@ -200,7 +201,7 @@ def empty_movement() -> None:
 
 def norms() -> None:
     """Combinations of parts; rows of one tile and of several; views with strides."""
-    for rows, width in ((5, 3), (70, 130)):
+    for rows, width in ((5, 3), (30, 130)):
         torch.manual_seed(width)
         fused = torch.randn(5, rows, 2, width)[:, :, 1]
         x, residual, gate, grad, grad_z = fused.unbind(0)
@@ -223,6 +224,12 @@ def norms() -> None:
                 want = norm_reference.backward(grad.double(), rest_z, exact_source, *exact[2:], *choice)
                 for a, b in zip(got, want, strict=True):
                     close(a, b, 4 * TOLERANCE)  # differences of sums
+
+
+def products() -> None:
+    """Interactions of tokens and maps over them, each at the sizes of its own file."""
+    test_interaction.interpreted()
+    test_token_mixing.interpreted()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.interaction import fm_block
-from tests.kernels.interpreter import check_in_interpreter
 
 SHAPES = [(5, 9, 24, 4), (3, 20, 70, 33), (2, 70, 130, 10), (0, 9, 24, 4), (1, 1, 1, 1)]
 """N, n, D and k."""
@@ -57,7 +56,7 @@ def test_faults_are_named() -> None:
 
 
 def interpreted() -> None:
-    """The kernels element by element in float32; started below with ``TRITON_INTERPRET``."""
+    """The kernels element by element in float32; started by ``test_ops_interpreted.py``."""
     from kernels.interaction import reference
     from kernels.interaction import triton as kernels
 
@@ -70,11 +69,6 @@ def interpreted() -> None:
             for a, b in zip(got, want, strict=True):
                 assert a.shape == b.shape
                 assert (a - b).norm() <= 2e-6 * b.norm().clamp(min=1e-30)  # some roundings of 6e-8
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    check_in_interpreter("-c", "from tests.kernels import test_interaction as t; t.interpreted(); print('checked')")
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from kernels.token_mixing import mix_tokens, sum_kron
-from tests.kernels.interpreter import check_in_interpreter
 
 SHAPES = [(5, 9, 24, 4), (3, 20, 70, 33), (2, 70, 130, 10), (0, 9, 24, 4), (1, 1, 1, 1), (2, 10, 40, 130)]
 """N, n, D and P."""
@@ -74,7 +73,7 @@ def test_faults_are_named() -> None:
 
 
 def interpreted() -> None:
-    """The kernels element by element in float32, for rows with strides; started below with ``TRITON_INTERPRET``."""
+    """The kernels element by element in float32, for rows with strides; started by ``test_ops_interpreted.py``."""
     from kernels.common.memory_tuning import forced
     from kernels.token_mixing import reference
     from kernels.token_mixing import triton as kernels
@@ -91,11 +90,6 @@ def interpreted() -> None:
             for a, b in zip(got, want, strict=True):
                 assert a.shape == b.shape
                 assert (a - b).norm() <= 2e-6 * b.norm().clamp(min=1e-30)  # some roundings of 6e-8
-
-
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    check_in_interpreter("-c", "from tests.kernels import test_token_mixing as t; t.interpreted(); print('checked')")
 
 
 @pytest.mark.parametrize(("sides", "arch"), [((26, 28), 90), ((256, 64), 90), ((26, 28), 100)])
