@@ -151,6 +151,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         (["--out", "x", "--inner.wid", "1"], r"--inner\.wid 1; the nearest option is inner\.width"),
         (["--out", "x", "--rate", "high"], r"^rate: expected a number, got high \(`opengem test --help`"),
         (["--out", "x", "--rate", "nan"], r"^rate: expected a number, got nan"),
+        (["--out", "x", "--rate", ""], r"^rate: expected a number, got nothing"),
         (["--out", "x", "--items", "2.5"], r"^items: expected a whole number or null, got 2\.5"),
         (["--out", "x", "--weights", "x"], r"^weights: expected a mapping, got x"),
         (["--rate", "1"], "out"),
@@ -172,6 +173,12 @@ def test_unknown_key_in_a_file_is_named(tmp_path: Path) -> None:
     file.write_text("out: x\ninner: {depth: 5}\n")
     with pytest.raises(ValueError, match="depth"):
         parse_config(Config, ["--config", str(file)], name="test")
+    file.write_text("out: 2026\n")
+    with pytest.raises(ValueError, match=r"^out: expected a path, got a whole number; write it in quotes"):
+        parse_config(Config, ["--config", str(file)], name="test")
+    assert parse_config(Config, ["--out", "2026"], name="test").out == Path("2026")
+    with pytest.raises(ValueError, match=r"^config: /dev/null is not a regular file"):
+        parse_config(Config, ["--config", "/dev/null"], name="test")
 
 
 def test_a_nested_value_is_named_by_its_whole_key() -> None:

@@ -25,6 +25,7 @@ from foundation.data.files import atomic_write
 from foundation.data.index import index_files
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError, is_url, join, list_parquet, open_parquet, read_bytes
+from foundation.data.yaml_text import load_yaml
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
@@ -220,7 +221,7 @@ def _schema(path: str) -> Schema:
     if not is_url(path):
         return Schema.load(path)
     try:
-        return Schema.from_dict(yaml.safe_load(read_bytes(path)), source=path)
+        return Schema.from_dict(load_yaml(read_bytes(path)), source=path)
     except yaml.YAMLError as error:
         raise DatasetError(f"{path}: not a YAML file: {error}") from None
 

@@ -29,8 +29,10 @@ def reworded(message: str, options: Collection[str] = (), files: Sequence[str] =
         files: the config files that were read; what can only be wrong in one of them names it.
     """
     text = " ".join(message.split())
-    if found := re.fullmatch(r'Parser key "([^"]+)": Expected an? (.+?)\. Got value: (.*)', text):
-        return f"{found[1]}: expected {_type(found[2])}, got {found[3]}"
+    if found := re.fullmatch(r'Parser key "([^"]+)": Expected an? (.+?)\. Got value:(.*)', text):
+        return f"{found[1]}: expected {_type(found[2])}, got {found[3].strip() or 'nothing'}"
+    if found := re.fullmatch(r'Parser key "([^"]+)": Not of type Path: .*, not (\w+)', text):
+        return f"{found[1]}: expected a path, got {_type(found[2])}; write it in quotes"
     union = r'Parser key "([^"]+)": Does not validate against any of the Union subtypes Subtypes: \[(.+)\] Errors: .*'
     if found := re.fullmatch(rf"{union}Given value: (.*)", text):
         kinds = dict.fromkeys(_type(kind) for kind in re.split(r", (?=<class|typing\.)", found[2]))

@@ -16,8 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from foundation.data.option_errors import reworded
 from foundation.data.settings import preset
+from foundation.data.yaml_text import RepeatedKeyError, load_yaml
 
 
 def parse_config(config_class: type, arguments: Sequence[str], *, name: str) -> Any:
@@ -121,12 +124,16 @@ def _resolve_presets(arguments: Sequence[str]) -> list[str]:
 
 
 def _text_file(name: str) -> str:
-    """The path of a config file; the parser would not say which file has bytes that are no text."""
+    """The path of a config file. The parser would not say which file has bytes that are no text, or a key twice."""
     path = preset(name)
     try:
-        path.read_text(encoding="utf-8")
+        load_yaml(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text file in UTF-8: {error}") from None
+    except RepeatedKeyError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except yaml.YAMLError:
+        pass  # which the parser explains
     return str(path)
 
 

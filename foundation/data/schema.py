@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 
+from foundation.data.yaml_text import RepeatedKeyError, load_yaml
+
 MISSING_ROW = 0
 UNKNOWN_ROW = 1
 FIRST_ROW = 2
@@ -163,9 +165,11 @@ class Schema:
         """Reads and checks a YAML file. Raises SchemaError naming file and key."""
         path = Path(path)
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = load_yaml(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise SchemaError(f"{path}: no such schema file") from None
+        except RepeatedKeyError as error:
+            raise SchemaError(f"{path}: {error}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise SchemaError(f"{path}: not a YAML file: {error}") from None
         return Schema.from_dict(data, source=str(path))

@@ -76,6 +76,7 @@ def preset(name: str | Path, key: str = "config", kind: str = "") -> Path:
     Raises:
         FileNotFoundError: neither exists; the message lists the presets of that kind.
         IsADirectoryError: it is a folder.
+        ValueError: it is a pipe or a device.
     """
     given = Path(os.path.expanduser(name) if str(name).startswith("~/") else name)
     if given.is_dir():
@@ -83,6 +84,8 @@ def preset(name: str | Path, key: str = "config", kind: str = "") -> Path:
         raise IsADirectoryError(f"{key}: {name} is a folder, not a YAML file{f'; there is {at}' if at else ''}")
     if given.is_file():
         return given
+    if given.exists():  # such as the pipe of `--config <(...)`, which can be read only once
+        raise ValueError(f"{key}: {name} is not a regular file; write it to one")
     relative = Path(*given.parts[1:]) if given.parts[:1] == ("configs",) else given
     found = PRESETS / relative.with_suffix(".yaml")
     if not given.is_absolute() and found.is_file():

@@ -17,6 +17,7 @@ from typing import Literal
 import yaml
 
 from foundation.data import settings
+from foundation.data.yaml_text import RepeatedKeyError, load_yaml
 
 Link = Literal["none", "host", "zone", "cluster"]
 Wire = Literal["fp32", "bf16", "fp8"]
@@ -71,7 +72,9 @@ class Topology:
         """
         path = settings.preset(name, "topology", "topology")
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = load_yaml(path.read_text(encoding="utf-8"))
+        except RepeatedKeyError as error:
+            raise ValueError(f"{path}: {error}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: not a YAML file: {error}") from None
         known = {f.name: f.type for f in fields(Topology)}
