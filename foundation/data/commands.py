@@ -31,15 +31,14 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
     Args:
         command: takes the arguments without the program's name.
     """
+    ended_by: list[int] = []
     try:
-        with _sigterm_raises():
+        with _sigterm_raises(ended_by):
             return int(command(arguments) or 0)
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return TERMINATED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        # Lightning makes a KeyboardInterrupt of its own of both.
+        print("terminated" if ended_by else "interrupted", file=sys.stderr)
+        return TERMINATED if ended_by else INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); the exit must not try to flush to it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,8 +82,10 @@ def nothing_to_tidy() -> Iterator[None]:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def _sigterm_raises(ended_by: list[int]) -> Iterator[None]:
     """SIGTERM raises :class:`Terminated`, so that no half output and no process stays; a second one ends at once.
+
+    The signal is put into `ended_by` too.
 
     Not for ranks of `torchrun`: it ends them with this signal, also where one waits inside a collective for a rank
     that is gone and would never raise anything.
@@ -99,6 +100,7 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.getpid() != owner:  # in a fork
             os.kill(os.getpid(), number)
+        ended_by.append(number)
         raise Terminated
 
     signal.signal(signal.SIGTERM, handler)

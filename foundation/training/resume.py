@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from foundation.data.files import require_free
 from foundation.data.logs import LogReader
 from foundation.data.options import from_plain
 from foundation.data.settings import plain
@@ -47,6 +48,30 @@ FREE = (
     "reader.workers",
     "reader.prefetch",
 )
+
+
+def begins(out: Path, *, resume: bool, overwrite: bool, inputs: Iterable[str | Path | None]) -> bool:
+    """Whether a run in a folder begins, rather than goes on from a checkpoint.
+
+    Args:
+        out: the run folder.
+        resume: go on from the latest checkpoint there, if there is one.
+        overwrite: what is there may be replaced.
+        inputs: as in `foundation.data.files.require_free`.
+
+    Raises:
+        FileExistsError, NotADirectoryError, ValueError: it would begin, and `require_free` refuses the folder.
+        CheckpointError: as in :func:`ended_early`.
+    """
+    if resume and ((out / "checkpoints" / "latest").is_file() or ended_early(out)):
+        return not (out / "checkpoints" / "latest").is_file()
+    try:
+        require_free(out, overwrite=overwrite, inputs=inputs)
+    except FileExistsError as error:
+        if resume or not (out / "checkpoints" / "latest").is_file():
+            raise
+        raise FileExistsError(f"{error}; to go on with the run that is there, set resume to true") from None
+    return True
 
 
 def resumable(checkpoints: Path) -> tuple[Path, dict[str, Any]]:

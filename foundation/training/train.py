@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning.fabric import Fabric
 from foundation.data import settings
 from foundation.data.batch import Batch
 from foundation.data.dataset import Dataset
-from foundation.data.files import atomic_write, empty_folder, require_free
+from foundation.data.files import atomic_write, empty_folder
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.options import whole_keys
 from foundation.model.flops import Load, forward_flops
@@ -52,10 +53,11 @@ from foundation.training.optimizer import DenseConfig
 from foundation.training.origin import config_hash, other_code, written_by
 from foundation.training.peaks import device_peak
 from foundation.training.phases import DATASET, IMPORTS, MODEL, PROCESS_GROUP, RESTORE, command_start
-from foundation.training.resume import ended_early, resumable, resume_from
+from foundation.training.resume import begins, resumable, resume_from
 from foundation.training.rng import seed_all, untouched_rng
 from foundation.training.run_log import RunLog, finite, print_summary, with_nan
 from foundation.training.schedule import ScheduleConfig
+from foundation.training.sole_writer import sole_writer
 from foundation.training.state import Progress, TrainState
 from foundation.training.warm_start import Freeze, WarmStart
 
@@ -199,10 +201,9 @@ def train(config: TrainConfig) -> TrainResult:
     ledger.clock.move(IMPORTS)
     with ledger.phase(DATASET):
         dataset = Dataset.open(config.dataset)
-    checkpoints = config.out / "checkpoints"
-    fresh = not (config.resume and (checkpoints / "latest").is_file())
-    if fresh and not (config.resume and ended_early(config.out)):
-        require_free(config.out, overwrite=config.overwrite, inputs=[config.dataset, config.init_from])
+    kept = [config.dataset, config.init_from]
+    is_new = partial(begins, config.out, resume=config.resume, overwrite=config.overwrite, inputs=kept)
+    fresh = is_new()
     with ExitStack() as stack:
         stack.enter_context(full_disk_named(config.out))
         with ledger.phase(PROCESS_GROUP):
@@ -210,12 +211,14 @@ def train(config: TrainConfig) -> TrainResult:
                 device=config.device,
                 precision=config.precision,
                 log_folder=config.out / "tensorboard",
-                log_from=0 if fresh else resumable(checkpoints)[1]["step"] + 1,
+                log_from=0 if fresh else resumable(config.out / "checkpoints")[1]["step"] + 1,
             )
             fabric = stack.enter_context(processes)
-        fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         if fabric.is_global_zero:
+            stack.enter_context(sole_writer(config.out))
+            fresh = is_new()  # another process may have been there meanwhile
             settings.show(config, "train")
+        fresh = fabric.broadcast(fresh)  # as rank 0 saw it, before it writes
         start = None if config.init_from is None else WarmStart.of(config.init_from, config.freeze, dataset)
         loop = _build(config, dataset if start is None else start.dataset(dataset), fabric, fresh, start, ledger)
         try:
@@ -234,6 +237,7 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     spent = ledger.read_bytes() if config.resume and ledger.is_file() else b""
     if fresh:
         empty_folder(config.out)
+    settings.save(config, config.out / "config.yaml")  # first: it says that the folder is a run's
     (config.out / "checkpoints").mkdir(parents=True, exist_ok=True)
     if fresh and spent:
         atomic_write(ledger, spent)
@@ -241,7 +245,6 @@ def _prepare_folder(config: TrainConfig, dataset: Dataset, fresh: bool) -> None:
     if fresh:
         dataset.schema.save(config.out / "schema.yaml")
         dataset.encoder.save(config.out / "encoder.npz")
-    settings.save(config, config.out / "config.yaml")
 
 
 def _build(

@@ -1,4 +1,4 @@
-"""Many steps in a row: ``python -m foundation.training.benchmarks.endurance --step.preset foundation/small --steps 10000``.
+"""Many steps in a row: ``python -m foundation.training.benchmarks.endurance --step.preset foundation/small``.
 
 Batches of many different lengths go through the training loop's own step. Every so many steps a line says what memory
 is held and was held at most since the line before, the mean and the highest loss, and how many steps were not finite.

@@ -18,7 +18,7 @@ TWICE = "a: 1\nmodel:\n  width: 8\n  layers: 1\n  'width': 16\n"
 
 
 def test_a_key_that_is_there_twice() -> None:
-    with pytest.raises(RepeatedKeyError, match="^width: is there twice, in lines 3 and 5; remove one$"):
+    with pytest.raises(RepeatedKeyError, match=r"^width: is there twice, in lines 3 and 5; remove one$"):
         load_yaml(TWICE)
 
 
@@ -26,7 +26,9 @@ def test_a_key_that_is_there_twice() -> None:
 def test_whoever_reads_it_names_the_file(tmp_path: Path, read: object) -> None:
     path = tmp_path / "twice.yaml"
     path.write_text("rows: 100\nrows: 200\n")
-    with pytest.raises((ValueError, SchemaError), match=rf"^{path}: rows: is there twice, in lines 1 and 2; remove one$"):
+    with pytest.raises(
+        (ValueError, SchemaError), match=rf"^{path}: rows: is there twice, in lines 1 and 2; remove one$"
+    ):
         assert callable(read)
         read(path)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from foundation.data.dataset import Dataset
 from foundation.data.logs import LogReader, ReaderConfig
 from foundation.data.options import parse_config
 from foundation.model.gem import GEM
@@ -21,8 +22,10 @@ from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import EvaluationConfig
 from foundation.training.loop import CheckpointConfig, Loop, TrainingError
 from foundation.training.optimizer import DenseConfig, DenseOptimizer
+from foundation.training.resume import ended_early
+from foundation.training.sole_writer import sole_writer
 from foundation.training.state import Progress
-from foundation.training.train import TrainConfig, steps_of, train
+from foundation.training.train import TrainConfig, _prepare_folder, steps_of, train
 from tests.foundation.training import small_run
 
 
@@ -148,7 +151,9 @@ def _any_weight(tensors: dict[str, torch.Tensor]) -> str:
     return next(key for key, value in tensors.items() if key.startswith("model.") and value.ndim == 2)
 
 
-def test_an_output_that_exists_is_refused_kept_or_replaced(data: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_is_refused_kept_or_replaced(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_run.config(data, tmp_path / "run", max_steps=2)
     (tmp_path / "elsewhere").mkdir()
     config.out.symlink_to("elsewhere")  # a folder on another disk
@@ -160,10 +165,29 @@ def test_an_output_that_exists_is_refused_kept_or_replaced(data: Path, tmp_path:
     train(replace(config, overwrite=True))
     assert not (config.out / "note.txt").exists()
     assert config.out.is_symlink() and (tmp_path / "elsewhere" / "manifest.json").is_file()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="to go on with the run that is there, set resume to true"):
         train(config)
+    monkeypatch.setattr("foundation.training.sole_writer.WAIT_SECONDS", 0.0)
+    with sole_writer(config.out), pytest.raises(ValueError, match="another process is training there"):
+        train(replace(config, overwrite=True))
+    assert (config.out / "manifest.json").is_file()
     # Without a checkpoint to go on from, resume starts.
     assert train(small_run.config(data, tmp_path / "new", max_steps=2, resume=True)).steps == 2
+
+
+def test_a_run_that_was_killed_while_its_folder_was_made_starts_over(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    config = small_run.config(data, tmp_path / "run", resume=True)
+    for step in ("schema.Schema.save", "encoding.Encoder.save"):
+        monkeypatch.setattr(f"foundation.data.{step}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _prepare_folder(config, Dataset.open(str(data)), True)
+        monkeypatch.undo()
+        assert ended_early(config.out)
 
 
 def test_resume_refuses_another_config_schema_or_vocabulary(data: Path, tmp_path: Path) -> None:
