@@ -5,6 +5,7 @@ Legend: T tokens, B sequences, H heads, G key heads, d head width, P columns of 
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -20,12 +21,14 @@ __all__ = ["BLOCK", "block_attention"]
 
 def _backend(q: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if q.is_cuda:
-        from kernels.block_attention import triton  # not installed with PyTorch for CPU
+    return _kernels() if q.is_cuda and _kernels().supports(q) else reference
 
-        if triton.supports(q):
-            return triton
-    return reference
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.block_attention import triton  # not installed with PyTorch for CPU
+
+    return triton
 
 
 def block_attention(

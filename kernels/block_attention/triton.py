@@ -14,7 +14,6 @@ Shapes: Q, OUT, DO, DQ ``[T, H, D]``, K, V, DK, DV ``[T, H / GROUP, D]``, POSITI
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from kernels.block_attention.reference import BLOCK
 from kernels.common import memory_tuning
 from kernels.common.activations import INTERPRET
-from kernels.common.launcher import queue
+from kernels.common.launcher import Launch
 from kernels.common.rows import rounds
 from kernels.common.sequences import load_rows, sequence_tile, store_rows
 
@@ -208,24 +207,16 @@ def forward(
 ) -> Tensor:
     """Output ``[T, H, d]``; see ``reference.forward``."""
     total, heads, width = q.shape
-    out = q.new_empty(q.shape)
+    out = _empty(q)
     if out.numel() == 0:
         return out
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    (q, q_steps), (k, k_steps), (v, v_steps) = _rows(q), _rows(k), _rows(v)
     positions, frequencies, columns = _rotary(positions, frequencies)
     batch = offsets.shape[0] - 1
-    constants = {
-        "HEADS": heads,
-        "GROUP": heads // k.shape[1],
-        "ROUNDS": rounds(batch),
-        **_constants(width, q.dtype == torch.float32, columns, BLOCK),
-        **_config("block_forward", q, 1, columns),
-    }
-    arguments = (
-        q, k, v, out, offsets, positions, frequencies, batch, scale,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-    )  # fmt: skip
-    queue(forward_kernel, (total // BLOCK + batch) * heads, arguments, constants)
+    launch = _launch("block_forward", q.device, q.dtype, heads, k.shape[1], width, columns, rounds(batch), BLOCK)
+    tensors = (q, k, v, out, offsets, positions, frequencies)
+    programs, strides = (total // BLOCK + batch) * heads, (*q_steps, *k_steps, *v_steps)
+    launch.start(programs, tensors, (batch, float(scale)), strides)
     return out
 
 
@@ -241,33 +232,34 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; see ``reference.backward``."""
     total, heads, width = q.shape
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = _empty(q), _empty(k), _empty(v)
     if dq.numel() == 0:
         return dq, dk, dv
-    q, k, v, grad = _rows(q), _rows(k), _rows(v), _rows(grad)
     positions, frequencies, columns = _rotary(positions, frequencies)
     batch, key_heads = offsets.shape[0] - 1, k.shape[1]
     if key_heads < heads and q.dtype == torch.float32:  # several query heads in float32 do not fit shared memory
         k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
         dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
         return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
-    constants = {
-        "HEADS": heads,
-        "GROUP": heads // key_heads,
-        "ROUNDS": rounds(batch),
-        **_constants(width, q.dtype == torch.float32, columns, BLOCK),
-        **_config("block_backward", q, heads // key_heads, columns),
-    }
-    arguments = (
-        q, k, v, grad, dq, dk, dv, offsets, positions, frequencies, batch, scale,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), grad.stride(0), grad.stride(1),
-    )  # fmt: skip
-    queue(backward_kernel, (total // BLOCK + batch) * key_heads, arguments, constants)
+    (q, q_steps), (k, k_steps), (v, v_steps), (grad, grad_steps) = _rows(q), _rows(k), _rows(v), _rows(grad)
+    launch = _launch("block_backward", q.device, q.dtype, heads, key_heads, width, columns, rounds(batch), BLOCK)
+    tensors = (q, k, v, grad, dq, dk, dv, offsets, positions, frequencies)
+    programs, strides = (total // BLOCK + batch) * key_heads, (*q_steps, *k_steps, *v_steps, *grad_steps)
+    launch.start(programs, tensors, (batch, float(scale)), strides)
     return dq, dk, dv
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """The tensor, copied if the elements of a head are not contiguous, and its strides of rows and heads."""
+    row, head, element = x.stride()
+    if element == 1:
+        return x, (row, head)
+    x = x.contiguous()
+    return x, (x.stride(0), x.stride(1))
 
 
 def _rotary(positions: Tensor | None, frequencies: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
@@ -278,9 +270,28 @@ def _rotary(positions: Tensor | None, frequencies: Tensor | None) -> tuple[Tenso
     return positions.float().contiguous(), frequencies.float().contiguous(), columns
 
 
-@cache
+@memory_tuning.plan
+def _launch(
+    kernel: str, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int, columns: int,
+    rounds: int, block: int,
+) -> Launch:  # fmt: skip
+    """A kernel with what it is compiled for."""
+    group, backwards = heads // key_heads, kernel == "block_backward"
+    constants = {
+        "HEADS": heads,
+        "GROUP": group,
+        "ROUNDS": rounds,
+        **_constants(width, dtype == torch.float32, columns, block),
+    }
+    name = f"{kernel}_rotary" if columns else kernel
+    alone = group == 1 or not backwards  # a program adds up the query heads of a key head
+    config = memory_tuning.find(name, device, dtype, width, 1) if alone else None
+    config = config or {"num_warps": default_warps(width, 1 if alone else group)}
+    return Launch(backward_kernel if backwards else forward_kernel, {**constants, **config})
+
+
 def _constants(width: int, exact: bool, columns: int, block: int) -> dict[str, Any]:
-    """What the kernels are compiled for. On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
+    """On tensor cores sides under 64 are padded: they have gone wrong on Hopper."""
     least = 16 if exact else 64
     return {
         "D": width,
@@ -291,12 +302,6 @@ def _constants(width: int, exact: bool, columns: int, block: int) -> dict[str, A
         "PRECISION": "tf32x3" if exact else "tf32",
         "BLOCK": block,
     }
-
-
-def _config(kernel: str, q: Tensor, group: int, columns: int) -> dict[str, Any]:
-    name = f"{kernel}_rotary" if columns else kernel
-    found = memory_tuning.find(name, q.device, q.dtype, q.shape[2], 1) if group == 1 else None
-    return found or {"num_warps": default_warps(q.shape[2], group)}
 
 
 def default_warps(width: int, group: int) -> int:

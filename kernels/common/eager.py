@@ -33,7 +33,7 @@ def all_direct(args: tuple[Any, ...]) -> bool:
     """The same for any arguments of an operator."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) in _KNOWN for x in args)
+        and _KNOWN.issuperset(map(type, args))
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )

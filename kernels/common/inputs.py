@@ -5,6 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, which takes the host a while even where it has nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
 
 def require_floats(operator: str, **inputs: Tensor) -> None:
     """Refuses tensors that are not of real floats, or not all on one device.
@@ -14,13 +21,14 @@ def require_floats(operator: str, **inputs: Tensor) -> None:
     Raises:
         ValueError: names the operator and the input.
     """
-    first, *others = inputs
     for name, value in inputs.items():
-        if not value.is_floating_point() or value.element_size() < 2:
+        if value.dtype not in _FLOATS:
             raise ValueError(f"{operator}: {name} is {value.dtype}; float64, float32, bfloat16 and float16 are taken")
+    first, *others = inputs
+    device = inputs[first].device
     for name in others:
-        if inputs[name].device != inputs[first].device:
-            raise ValueError(f"{operator}: {name} is on {inputs[name].device}, but {first} on {inputs[first].device}")
+        if inputs[name].device != device:
+            raise ValueError(f"{operator}: {name} is on {inputs[name].device}, but {first} on {device}")
 
 
 def require_offsets(operator: str, like: Tensor, sequences: int | None = None, **offsets: Tensor) -> None:
@@ -37,14 +45,10 @@ def require_offsets(operator: str, like: Tensor, sequences: int | None = None, *
     """
     if torch.compiler.is_compiling():
         return
+    device = like.device
     for name, value in offsets.items():
         # In one go where all is well: this is host time of every call.
-        if (
-            isinstance(value, Tensor)
-            and value.dtype == torch.int64
-            and value.dim() == 1
-            and value.device == like.device
-        ):
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and value.device == device:
             ends = value.shape[0]
             if ends and (sequences is None or ends == sequences + 1):
                 sequences = ends - 1

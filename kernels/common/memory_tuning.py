@@ -7,11 +7,11 @@ configurations whose results it had checked first. A shape that is not there tak
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -21,15 +21,34 @@ TUNED = Path(__file__).with_name("memory_tuned.json")
 
 _FORCED: dict[str, dict[str, Any]] = {}
 
+_PLANS: list[Any] = []
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plan(build: Callable[P, R]) -> Callable[P, R]:
+    """Caches what a function makes of configurations that it has found here."""
+    kept = cache(build)
+    _PLANS.append(kept)
+    return kept  # type: ignore[return-value]
+
 
 @contextmanager
 def forced(kernel: str, configuration: dict[str, Any]) -> Iterator[None]:
     """Lets a kernel run with this configuration, for the tuner and for tests."""
+    _forget()
     _FORCED[kernel] = configuration
     try:
         yield
     finally:
         del _FORCED[kernel]
+        _forget()
+
+
+def _forget() -> None:
+    for kept in _PLANS:
+        kept.cache_clear()
 
 
 def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, length: int) -> dict[str, Any] | None:

@@ -51,7 +51,11 @@ def operator(
 
 def _wanted(args: tuple[Any, ...]) -> bool:
     """Whether a gradient is."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    if torch.is_grad_enabled():
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return True
+    return False
 
 
 def _recorded(

@@ -11,13 +11,14 @@ sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import require_floats, require_index, require_offsets
+from kernels.common.inputs import cast, require_floats, require_index, require_offsets
 from kernels.common.operators import operator
 from kernels.jagged import reference
 from kernels.jagged.reference import sequence_ids
@@ -27,11 +28,14 @@ __all__ = ["sequence_ids"]
 
 def _backend(values: Tensor) -> ModuleType:
     """The implementation for the device of ``values``; each has the functions of ``reference``."""
-    if values.is_cuda:
-        from kernels.jagged import triton  # not installed with PyTorch for CPU
+    return _kernels() if values.is_cuda else reference
 
-        return triton
-    return reference
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.jagged import triton  # not installed with PyTorch for CPU
+
+    return triton
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
             f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
             f"{list(index.shape)}"
         )
-    return _embedding_add(values, table.to(values.dtype), index, sizes)
+    return _embedding_add(values, cast(table, values.dtype), index, sizes)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -137,7 +141,7 @@ def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     require_offsets("broadcast_add", values, dense.shape[0], offsets=offsets)
     if dense.shape[1:] != values.shape[1:]:
         raise ValueError(f"values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ")
-    return _broadcast_add(values, offsets, dense.to(values.dtype))
+    return _broadcast_add(values, offsets, cast(dense, values.dtype))
 
 
 def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,15 +153,18 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
     require_offsets("concat", a, a_offsets=a_offsets, b_offsets=b_offsets)
     if a.shape[1:] != b.shape[1:]:
         raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return _concat(a.to(dtype), b.to(dtype), a_offsets, b_offsets), a_offsets + b_offsets
+    if a.dtype != b.dtype:
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+    offsets = a_offsets + b_offsets
+    return _concat(a, b, a_offsets, offsets), offsets
 
 
 def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """Undoes ``concat``: ``values [Ta + Tb, ...]`` to ``[Ta, ...]`` and ``[Tb, ...]``; ``a_rows`` is Ta."""
     require_offsets("split", values, a_offsets=a_offsets, b_offsets=b_offsets)
     _require_length("a_rows", a_rows)
-    a, b = _split(values, a_offsets, b_offsets, a_rows)
+    a, b = _split(values, a_offsets, a_offsets + b_offsets, a_rows)
     return a, b
 
 
@@ -235,12 +242,12 @@ def _run_broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor
     return _backend(values).broadcast_add(values, offsets, dense)
 
 
-def _run_concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
-    return _backend(a).concat(a, b, a_offsets, b_offsets)
+def _run_concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
+    return _backend(a).concat(a, b, a_offsets, offsets)
 
 
-def _run_split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
-    return _backend(values).split(values, a_offsets, b_offsets, a_rows)
+def _run_split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+    return _backend(values).split(values, a_offsets, offsets, a_rows)
 
 
 def _run_gather_sequences(
@@ -403,7 +410,7 @@ _concat = operator(
 _split = operator(
     "split",
     _run_split,
-    lambda values, a_offsets, b_offsets, a_rows: (
+    lambda values, a_offsets, offsets, a_rows: (
         values.new_empty((a_rows, *values.shape[1:])),
         values.new_empty((values.shape[0] - a_rows, *values.shape[1:])),
     ),

@@ -93,17 +93,17 @@ def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     return values + spread(dense, offsets, values.shape[0], False)
 
 
-def concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
-    """Sequences of ``a [Ta, ...]``, each followed by that of ``b [Tb, ...]``: ``[Ta + Tb, ...]``."""
+def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
+    """Sequences of ``a [Ta, ...]``, each followed by that of ``b [Tb, ...]``: ``[Ta + Tb, ...]`` with ``offsets``."""
     out = a.new_empty((a.shape[0] + b.shape[0], *a.shape[1:]))
-    a_place, b_place = _places(a_offsets, b_offsets, a.shape[0], b.shape[0])
+    a_place, b_place = _places(a_offsets, offsets - a_offsets, a.shape[0], b.shape[0])
     out[a_place], out[b_place] = a, b
     return out
 
 
-def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """Undoes ``concat``: ``[Ta, ...]``, of which there are ``a_rows``, and ``[Tb, ...]``."""
-    a_place, b_place = _places(a_offsets, b_offsets, a_rows, values.shape[0] - a_rows)
+    a_place, b_place = _places(a_offsets, offsets - a_offsets, a_rows, values.shape[0] - a_rows)
     return values.index_select(0, a_place), values.index_select(0, b_place)
 
 

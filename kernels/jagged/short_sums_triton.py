@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
-from kernels.common.launcher import queue
+from kernels.common.launcher import Launch
 
 SHORT = 16
 """Most rows of a mean sequence for these sums."""
@@ -102,22 +102,32 @@ def starts(ordered: Tensor, rows: int) -> Tensor:
     count = ordered.shape[0]
     if count == 0:
         return out.zero_()
-    queue(starts_kernel, -(-count // ENTRIES), (ordered.contiguous(), out, count, rows), _STARTS)
+    _starts_launch(ordered.device).start(-(-count // ENTRIES), (ordered.contiguous(), out), (count, rows))
     return out
 
 
-def short_sum(x: Tensor, offsets: Tensor, mean: bool, out: Tensor) -> Tensor:
-    """``reference.segment_sum`` of ``x [T, W]`` into ``out``."""
-    batch, width = offsets.shape[0] - 1, x.shape[1]
-    config = memory_tuning.find("short_sum", x.device, x.dtype, width, 1) or default(width)
-    block = min(triton.next_power_of_2(width), 512)
-    programs = -(-batch // config["GROUP"]) * -(-width // block)
-    constants = {"MEAN": mean, "WIDTH": width, "LIMIT": LIMIT, "BLOCK": block, **config}
-    queue(short_sum_kernel, programs, (x, out, offsets, batch, x.stride(0)), constants)
+def short_sum(x: Tensor, stride: int, offsets: Tensor, mean: bool, out: Tensor) -> Tensor:
+    """``reference.segment_sum`` of ``x [T, W]``, of that stride, into ``out``."""
+    batch = offsets.shape[0] - 1
+    launch, parts = _sum_launch(x.device, x.dtype, x.shape[1], mean)
+    launch.start(-(-batch // launch["GROUP"]) * parts, (x, out, offsets), (batch,), (stride,))
     return out
 
 
 @cache
+def _starts_launch(device: torch.device) -> Launch:
+    return Launch(starts_kernel, _STARTS)
+
+
+@memory_tuning.plan
+def _sum_launch(device: torch.device, dtype: torch.dtype, width: int, mean: bool) -> tuple[Launch, int]:
+    """The kernel with its constants, and how many tiles a row has."""
+    config = memory_tuning.find("short_sum", device, dtype, width, 1) or default(width)
+    block = min(triton.next_power_of_2(width), 512)
+    constants = {"MEAN": mean, "WIDTH": width, "LIMIT": LIMIT, "BLOCK": block, **config}
+    return Launch(short_sum_kernel, constants), -(-width // block)
+
+
 def default(width: int) -> dict[str, int]:
     """8,192 elements a tile."""
     block = min(triton.next_power_of_2(width), 512)

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
-from kernels.common.launcher import queue
+from kernels.common.launcher import Launch
 
 SMALL = 64
 LARGE = 2**14
@@ -42,7 +42,7 @@ DEFAULT = {"PROGRAMS": 2, "ROWS": 64, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
 
 @triton.jit(do_not_specialize=["rows", "blocks", "big_first", "small_first"])
 def count_kernel(
-    BIG, LITTLE, KEYS, COUNTS, BEFORE, rows, blocks, sti, big_first, small_first, GROUPS: tl.constexpr,
+    BIG, LITTLE, KEYS, COUNTS, BEFORE, rows, blocks, big_first, small_first, sti, GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Keys of a block of rows, and how many of them are of each group."""
@@ -165,31 +165,45 @@ def supports(values: Tensor, sizes: Sequence[int]) -> bool:
 
 def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     """``reference.table_sum`` of ``values [T, W]`` whose last dim is contiguous."""
-    config = memory_tuning.find("tables", values.device, values.dtype, values.shape[1], 1) or DEFAULT
     (rows, width), big = values.shape, int(sizes[1] > sizes[0])
     firsts, groups = (0, sizes[0]), max(16, triton.next_power_of_2(triton.cdiv(sizes[big], 64)))
+    count, order, total, finish, most = _launches(values.device, values.dtype, width, groups, sizes[big])
     blocks = triton.cdiv(rows, BLOCK_ROWS)
     sides = (rows, rows, rows, blocks * groups, blocks * groups)
-    keys, order, taken, counts, before = (values.new_empty(side, dtype=torch.int32) for side in sides)
-    constants = {"GROUPS": groups, "ROWS": BLOCK_ROWS}
-    arguments = (index[:, big], index[:, 1 - big], keys, counts, before, rows, blocks, index.stride(0))
-    queue(count_kernel, blocks, (*arguments, firsts[big], firsts[1 - big]), constants)
+    keys, ordered, taken, counts, before = (values.new_empty(side, dtype=torch.int32) for side in sides)
+    tensors, numbers = (index[:, big], index[:, 1 - big], keys, counts, before), (rows, blocks)
+    count.start(blocks, tensors, (*numbers, firsts[big], firsts[1 - big]), (index.stride(0),))
     totals = counts.cumsum(0, dtype=torch.int32)
-    queue(order_kernel, blocks, (keys, counts, totals, before, order, taken, rows, blocks), constants)
-    block = min(config["BLOCK"], max(64, triton.next_power_of_2(width)))
-    parts = triton.cdiv(width, block)
-    programs = max(1, min(config["PROGRAMS"] * _processors(values.device) // parts, triton.cdiv(rows, 256)))
-    share = triton.cdiv(triton.cdiv(rows, programs), config["ROWS"]) * config["ROWS"]
-    partial = values.new_empty((programs + groups - 1, 128, width), dtype=torch.float32)
+    order.start(blocks, (keys, counts, totals, before, ordered, taken), numbers)
+    parts = triton.cdiv(width, total["BLOCK"])
+    programs = max(1, min(most // parts, triton.cdiv(rows, 256)))
+    share = triton.cdiv(triton.cdiv(rows, programs), total["ROWS"]) * total["ROWS"]
+    slots = programs + groups - 1
+    partial = values.new_empty(slots, 128, width, dtype=torch.float32)
     out = values.new_empty(sum(sizes), width)
-    constants = {"WIDTH": width, "BLOCK": block}
-    own = {"GROUPS": groups, **{name: config[name] for name in ("ROWS", "STAGES", "num_warps")}}
-    rest = (totals, partial, blocks, rows, share, values.stride(0))
-    queue(sum_kernel, programs * parts, (values, order, taken, *rest), {**constants, **own})
+    rest = (values.stride(0),)
+    total.start(programs * parts, (values, ordered, taken, totals, partial), (blocks, rows, share), rest)
     after = (triton.cdiv(sizes[big], 4) + sizes[1 - big]) * parts
-    into = (out, partial, totals, blocks, share, programs + groups - 1, firsts[big], firsts[1 - big])
-    queue(finish_kernel, after, into, {**constants, "BIG": sizes[big]})
+    finish.start(after, (out, partial, totals), (blocks, share, slots, firsts[big], firsts[1 - big]))
     return out
+
+
+@memory_tuning.plan
+def _launches(
+    device: torch.device, dtype: torch.dtype, width: int, groups: int, big: int
+) -> tuple[Launch, Launch, Launch, Launch, int]:
+    """The four kernels, and the most programs of the third, of all parts of the columns together."""
+    config = memory_tuning.find("tables", device, dtype, width, 1) or DEFAULT
+    grouping = {"GROUPS": groups, "ROWS": BLOCK_ROWS}
+    sums = {"WIDTH": width, "BLOCK": min(config["BLOCK"], max(64, triton.next_power_of_2(width)))}
+    own = {"GROUPS": groups, **{name: config[name] for name in ("ROWS", "STAGES", "num_warps")}}
+    return (
+        Launch(count_kernel, grouping),
+        Launch(order_kernel, grouping),
+        Launch(sum_kernel, {**sums, **own}),
+        Launch(finish_kernel, {**sums, "BIG": big}),
+        config["PROGRAMS"] * _processors(device),
+    )
 
 
 @cache

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
-from kernels.common.launcher import queue
+from kernels.common.launcher import Launch
 from kernels.common.rows import rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
@@ -135,26 +134,26 @@ def spread_kernel(
 
 
 @triton.jit
-def _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
+def _joined(A_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS: tl.constexpr, ROUNDS: tl.constexpr):
     """Of joined rows: whether each is of the first batch, and its place there or in the second."""
     b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
-    place = r - tl.load(OFFSETS + b, mask=live, other=0)
+    begin = tl.load(OFFSETS + b, mask=live, other=0)
     a_begin = tl.load(A_OFFSETS + b, mask=live, other=0)
-    own = tl.load(A_OFFSETS + b + 1, mask=live, other=0) - a_begin
-    first = place < own
-    return first, tl.where(first, a_begin + place, tl.load(B_OFFSETS + b, mask=live, other=0) + place - own)
+    a_end = tl.load(A_OFFSETS + b + 1, mask=live, other=0)
+    place = r - begin + a_begin
+    return place < a_end, tl.where(place < a_end, place, r - a_end)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def concat_kernel(
-    X, Y, OUT, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, sty, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, Y, OUT, A_OFFSETS, OFFSETS, B, rows, stx, sty, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``concat``; ``OFFSETS`` are those of the result, ``rows`` its number of rows."""
     start, c, inside = _tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
-    first, place = _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
+    first, place = _joined(A_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
     x = _load(X, stx, place, live & first, c, inside)
     y = _load(Y, sty, place, live & (first == 0), c, inside)
     _store(OUT, WIDTH, tl.where(first[:, None], x, y), r, live, c, inside)
@@ -162,14 +161,14 @@ def concat_kernel(
 
 @triton.jit(do_not_specialize=_VARYING)
 def split_kernel(
-    X, OUT, SECOND, A_OFFSETS, B_OFFSETS, OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, OUT, SECOND, A_OFFSETS, OFFSETS, B, rows, stx, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``split``; arguments as in ``concat_kernel``."""
     start, c, inside = _tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
-    first, place = _joined(A_OFFSETS, B_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
+    first, place = _joined(A_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
     x = _load(X, stx, r, live, c, inside)
     _store(OUT, WIDTH, x, place, live & first, c, inside)
     _store(SECOND, WIDTH, x, place, live & (first == 0), c, inside)
@@ -275,11 +274,11 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, 
     """See ``reference.to_padded``."""
     if values.dtype not in _MOVED:
         return reference.to_padded(values, offsets, max_length, padding, right)
-    rows = (offsets.shape[0] - 1) * max_length
-    out = values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
+    batch = offsets.shape[0] - 1
+    out = values.new_empty(batch, max_length, *values.shape[1:])
     if out.numel():
-        x = _matrix(values)
-        _launch(pad_kernel, rows, x, (x, out, offsets, rows, max_length, float(padding), x.stride(0)), RIGHT=right)
+        (x, stride), rows = _matrix(values), batch * max_length
+        _launch(pad_kernel, rows, x, (x, out, offsets), (rows, max_length, float(padding)), (stride,), RIGHT=right)
     return out
 
 
@@ -287,15 +286,15 @@ def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Ten
     """See ``reference.from_padded``."""
     if padded.dtype not in _MOVED:
         return reference.from_padded(padded, offsets, total, right)
-    out = padded.new_empty((total, *padded.shape[2:]))
+    out = padded.new_empty(total, *padded.shape[2:])
     if padded.numel() == 0:
         return out.zero_()
     batch, length = padded.shape[:2]
     if out.numel():
-        x = padded.reshape(batch, length, -1)
+        x = padded if padded.dim() == 3 else padded.reshape(batch, length, -1)
         x = x if x.stride(2) == 1 else x.contiguous()
-        arguments = (x, out, offsets, batch, total, length, x.stride(0), x.stride(1))
-        _launch(unpad_kernel, total, x, arguments, RIGHT=right, ROUNDS=rounds(batch))
+        numbers, strides = (batch, total, length), x.stride()[:2]
+        _launch(unpad_kernel, total, x, (x, out, offsets), numbers, strides, RIGHT=right, ROUNDS=rounds(batch))
     return out
 
 
@@ -314,12 +313,13 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _gather(values: Tensor, add: Tensor | None, index: Tensor) -> Tensor:
-    out = values.new_empty((index.shape[0], *values.shape[1:]))
+    rows = index.shape[0]
+    out = values.new_empty(rows, *values.shape[1:])
     if out.numel():
-        x, index = _matrix(values), index.contiguous()
-        more = None if add is None else _matrix(add)
-        arguments = (x, more, index, out, index.shape[0], x.stride(0), 0 if more is None else more.stride(0))
-        _launch(gather_kernel, index.shape[0], x, arguments, CHOICES=index.shape[1] if index.dim() == 2 else 1)
+        (x, stride), index = _matrix(values), index.contiguous()
+        more, more_stride = (None, 0) if add is None else _matrix(add)
+        choices = index.shape[1] if index.dim() == 2 else 1
+        _launch(gather_kernel, rows, x, (x, more, index, out), (rows,), (stride, more_stride), CHOICES=choices)
     return out
 
 
@@ -337,7 +337,7 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     """See ``reference.table_sum``."""
     if not tables_triton.supports(values, sizes):
         return scatter_sum(values, index, sum(sizes), False)
-    return tables_triton.table_sum(_matrix(values), index, sizes).view(-1, *values.shape[1:])
+    return tables_triton.table_sum(_matrix(values)[0], index, sizes).view(-1, *values.shape[1:])
 
 
 def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
@@ -362,38 +362,38 @@ def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
 
 
 def _spread(rows: Tensor, add: Tensor | None, offsets: Tensor, total: int, mean: bool) -> Tensor:
-    out = rows.new_empty((total, *rows.shape[1:]))
+    out = rows.new_empty(total, *rows.shape[1:])
     if out.numel():
-        x, batch = _matrix(rows), offsets.shape[0] - 1
-        more = None if add is None else _matrix(add)
-        arguments = (x, more, out, offsets, batch, total, x.stride(0), 0 if more is None else more.stride(0))
-        _launch(spread_kernel, total, x, arguments, MEAN=mean, ROUNDS=rounds(batch))
+        (x, stride), batch = _matrix(rows), offsets.shape[0] - 1
+        more, more_stride = (None, 0) if add is None else _matrix(add)
+        tensors, strides = (x, more, out, offsets), (stride, more_stride)
+        _launch(spread_kernel, total, x, tensors, (batch, total), strides, MEAN=mean, ROUNDS=rounds(batch))
     return out
 
 
-def concat(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
     """See ``reference.concat``."""
     if a.dtype not in _MOVED:
-        return reference.concat(a, b, a_offsets, b_offsets)
+        return reference.concat(a, b, a_offsets, offsets)
     total, batch = a.shape[0] + b.shape[0], a_offsets.shape[0] - 1
-    out = a.new_empty((total, *a.shape[1:]))
+    out = a.new_empty(total, *a.shape[1:])
     if out.numel():
-        x, y, offsets = _matrix(a), _matrix(b), a_offsets + b_offsets
-        arguments = (x, y, out, a_offsets, b_offsets, offsets, batch, total, x.stride(0), y.stride(0))
-        _launch(concat_kernel, total, out.view(total, -1), arguments, ROUNDS=rounds(batch))
+        (x, stride), (y, y_stride) = _matrix(a), _matrix(b)
+        tensors, strides = (x, y, out, a_offsets, offsets), (stride, y_stride)
+        _launch(concat_kernel, total, x, tensors, (batch, total), strides, ROUNDS=rounds(batch))
     return out
 
 
-def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
+def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """See ``reference.split``."""
     if values.dtype not in _MOVED:
-        return reference.split(values, a_offsets, b_offsets, a_rows)
+        return reference.split(values, a_offsets, offsets, a_rows)
     total, batch = values.shape[0], a_offsets.shape[0] - 1
-    a, b = (values.new_empty((rows, *values.shape[1:])) for rows in (a_rows, total - a_rows))
+    a, b = (values.new_empty(rows, *values.shape[1:]) for rows in (a_rows, total - a_rows))
     if values.numel():
-        x = _matrix(values)
-        arguments = (x, a, b, a_offsets, b_offsets, a_offsets + b_offsets, batch, total, x.stride(0))
-        _launch(split_kernel, total, x, arguments, ROUNDS=rounds(batch))
+        x, stride = _matrix(values)
+        tensors = (x, a, b, a_offsets, offsets)
+        _launch(split_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return a, b
 
 
@@ -401,11 +401,11 @@ def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets
     """See ``reference.gather_sequences``."""
     if values.dtype not in _MOVED:
         return reference.gather_sequences(values, offsets, index, new_offsets, total)
-    out = values.new_empty((total, *values.shape[1:]))
+    out = values.new_empty(total, *values.shape[1:])
     if out.numel():
-        x, count = _matrix(values), index.shape[0]
-        arguments = (x, out, offsets, index.contiguous(), new_offsets, count, total, x.stride(0))
-        _launch(sequences_kernel, total, x, arguments, ROUNDS=rounds(count))
+        (x, stride), count = _matrix(values), index.shape[0]
+        tensors = (x, out, offsets, index.contiguous(), new_offsets)
+        _launch(sequences_kernel, total, x, tensors, (count, total), (stride,), ROUNDS=rounds(count))
     return out
 
 
@@ -415,54 +415,81 @@ def sum_sequences(
     """See ``reference.sum_sequences``; ``rising`` promises that ``index`` does, and saves sorting it."""
     if grad.dtype not in _SUMMED:
         return reference.sum_sequences(grad, offsets, index, new_offsets, total, rising)
-    out, batch, order = grad.new_empty((total, *grad.shape[1:])), offsets.shape[0] - 1, None
+    out, batch, order = grad.new_empty(total, *grad.shape[1:]), offsets.shape[0] - 1, None
     if out.numel():
         if not rising:
             index, order = _sort(index, batch)
-        x = _matrix(grad)
-        arguments = (x, out, offsets, starts(index, batch), order, new_offsets, batch, total, x.stride(0))
-        _launch(copies_kernel, total, x, arguments, ROUNDS=rounds(batch))
+        x, stride = _matrix(grad)
+        tensors = (x, out, offsets, starts(index, batch), order, new_offsets)
+        _launch(copies_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return out
 
 
 def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, mean: bool) -> Tensor:
     batch = offsets.shape[0] - 1
-    out = values.new_empty((batch, *values.shape[1:]))
+    out = values.new_empty(batch, *values.shape[1:])
     if out.numel() == 0:
         return out
     if values.numel() == 0:
         return out.zero_()
-    x, total = _matrix(values), values.shape[0] * choices
+    (x, stride), total = _matrix(values), values.shape[0] * choices
     if order is None and total <= SHORT * batch:
-        return short_sum(x, offsets, mean, out)
-    config = memory_tuning.find("sum", x.device, x.dtype, x.shape[1], total // batch) or sum_default(x.shape[1])
-    width, chunk = x.shape[1], config["CHUNK"]
-    block = min(_block(width), 512)
-    options = {**config, "BLOCK": block, "ROUNDS": rounds(batch), "MEAN": mean, "WIDTH": width}
-    parts = -(-width // block)
-    partial = x.new_empty((2 * (total // chunk + 1), width), dtype=torch.float32) if total > chunk else None
-    arguments = (x, out, partial, offsets, order, batch, x.stride(0))
-    queue(sum_kernel, (batch + total // chunk + 1) * parts, arguments, {**options, "CHOICES": choices})
+        return short_sum(x, stride, offsets, mean, out)
+    length = memory_tuning.bucket(total // batch)
+    launch, finish = _sum_launches(x.device, x.dtype, x.shape[1], length, rounds(batch), mean, choices)
+    chunk, parts = launch["CHUNK"], -(-x.shape[1] // launch["BLOCK"])
+    partial = x.new_empty(2 * (total // chunk + 1), x.shape[1], dtype=torch.float32) if total > chunk else None
+    launch.start((batch + total // chunk + 1) * parts, (x, out, partial, offsets, order), (batch,), (stride,))
     if partial is not None:
-        queue(finish_kernel, (total // chunk + 1) * parts, (out, partial, offsets, batch), options)
+        finish.start((total // chunk + 1) * parts, (out, partial, offsets), (batch,))
     return out
 
 
-def _launch(kernel: Any, rows: int, x: Tensor, arguments: tuple[Any, ...], **constants: Any) -> None:
+@memory_tuning.plan
+def _sum_launches(
+    device: torch.device, dtype: torch.dtype, width: int, length: int, rounds: int, mean: bool, choices: int
+) -> tuple[Launch, Launch]:
+    """The kernel for chunks, and that for the sequences that are longer."""
+    config = memory_tuning.find("sum", device, dtype, width, length) or sum_default(width)
+    constants = {**config, "BLOCK": min(_block(width), 512), "ROUNDS": rounds, "MEAN": mean, "WIDTH": width}
+    return Launch(sum_kernel, {**constants, "CHOICES": choices}), Launch(finish_kernel, constants)
+
+
+def _launch(
+    kernel: Any,
+    rows: int,
+    x: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    strides: tuple[int, ...],
+    **constants: Any,
+) -> None:
     """Runs a kernel over the tiles of ``rows`` rows as wide as those of ``x``, its last dim."""
-    width = x.shape[-1]
-    config = memory_tuning.find(kernel.fn.__name__, x.device, x.dtype, width, 1)
+    launch, parts = _plan(kernel, x.device, x.dtype, x.shape[-1], *constants.items())
+    launch.start(-(-rows // launch["ROWS"]) * parts, tensors, numbers, strides)
+
+
+@memory_tuning.plan
+def _plan(
+    kernel: Any, device: torch.device, dtype: torch.dtype, width: int, *constants: tuple[str, int]
+) -> tuple[Launch, int]:
+    """A kernel with its constants, and how many tiles a row has."""
+    config = memory_tuning.find(kernel.fn.__name__, device, dtype, width, 1)
     if config is None:
-        config = default(width, x.element_size(), kernel is copies_kernel)
+        config = default(width, dtype.itemsize, kernel is copies_kernel)
     block = _block(width)
-    programs = -(-rows // config["ROWS"]) * -(-width // block)
-    queue(kernel, programs, arguments, {**constants, **config, "WIDTH": width, "BLOCK": block})
+    return Launch(kernel, {**dict(constants), **config, "WIDTH": width, "BLOCK": block}), -(-width // block)
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """``[T, ...]`` as ``[T, W]`` with contiguous rows; a copy only where it has to be."""
-    y = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    return y if y.stride(1) == 1 else y.contiguous()
+def _matrix(x: Tensor) -> tuple[Tensor, int]:
+    """``[T, ...]`` as ``[T, W]`` with contiguous rows, and their stride; a copy only where it has to be."""
+    if x.dim() != 2:
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    row, element = x.stride()
+    if element == 1:
+        return x, row
+    x = x.contiguous()
+    return x, x.stride(0)
 
 
 def _sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -472,19 +499,16 @@ def _sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return ordered.to(torch.int32), order
 
 
-@cache
 def _block(width: int) -> int:
     return min(triton.next_power_of_2(width), 1024)
 
 
-@cache
 def default(width: int, size: int, loop: bool) -> dict[str, int]:
     """16 KB a tile; ``loop``: of a kernel that goes over several."""
     config = {"ROWS": min(256, max(1, 16384 // (size * _block(width)))), "num_warps": 4}
     return config | {"STAGES": 1} if loop else config
 
 
-@cache
 def sum_default(width: int) -> dict[str, int]:
     """4,096 elements at a time."""
     rows = min(64, max(1, 4096 // min(triton.next_power_of_2(width), 512)))

@@ -5,6 +5,7 @@ Legend: N rows, D width.
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +18,14 @@ from kernels.norms import reference
 
 def _backend(x: Tensor) -> ModuleType:
     """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    if x.is_cuda:
-        from kernels.norms import triton  # not installed with PyTorch for CPU
+    return _kernels() if x.is_cuda and _kernels().supports(x) else reference
 
-        if triton.supports(x):
-            return triton
-    return reference
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.norms import triton  # not installed with PyTorch for CPU
+
+    return triton
 
 
 def layer_norm(
@@ -110,8 +113,11 @@ def _apply(
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.shape != shape[-1:]:
             raise ValueError(f"{name} {list(other.shape)} must have the width of x {list(shape)}")
+    options = (weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
+    if len(shape) == 2:
+        return _norm(x, residual, gate, *options)
     rows = [None if t is None else t.reshape(-1, shape[-1]) for t in (x, residual, gate)]
-    y, z = _norm(*rows, weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
+    y, z = _norm(*rows, *options)
     return y.view(shape), z.view(shape) if residual is not None else z
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import memory_tuning
-from kernels.common.launcher import queue
+from kernels.common.launcher import Launch
 
 WIDEST = 8192
 """The widest rows of the kernels."""
@@ -179,17 +179,16 @@ def forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """y and z; see ``reference.forward``."""
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    z = x.new_empty(0) if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, width = x.shape
-    y = x.new_empty(x.shape, dtype=dtype)
-    z = x.new_empty((0,) if residual is None else x.shape)
     if y.numel():
-        config = _config("norm_forward", x)
-        x, residual, gate = _rows(x), _rows(residual), _rows(gate)
-        arguments = (
-            x, residual, gate, weight, bias, y, z, rows, eps, x.stride(0), _stride(residual), _stride(gate)
-        )  # fmt: skip
-        constants = {"CENTER": center, "SILU": act == "silu", "WIDTH": width, "BLOCK": _block(width)}
-        queue(forward_kernel, -(-rows // config["ROWS"]), arguments, {**constants, **config})
+        launch = _forward_launch(x.device, x.dtype, width, center, act)
+        x, step = _rows(x)
+        residual, residual_step = (None, 0) if residual is None else _rows(residual)
+        gate, gate_step = (None, 0) if gate is None else _rows(gate)
+        tensors = (x, residual, gate, weight, bias, y, z)
+        launch.start(-(-rows // launch["ROWS"]), tensors, (rows, float(eps)), (step, residual_step, gate_step))
     return y, z
 
 
@@ -205,46 +204,65 @@ def backward(
     act: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of z, gate, weight and bias; see ``reference.backward``."""
+    dz, d_gate, d_weight, d_bias = (
+        z.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t in (z, gate, weight, bias)
+    )
     rows, width = z.shape
-    dz = z.new_empty(z.shape)
-    d_gate, d_weight, d_bias = (z.new_empty((0,)) if t is None else t.new_empty(t.shape) for t in (gate, weight, bias))
     if dz.numel() == 0:
         return dz, d_gate, d_weight.zero_(), d_bias.zero_()
-    options = dict(_config("norm_backward", z))
-    programs = min(-(-rows // options["ROWS"]), options.pop("PROGRAMS") * _processors(z.device))
-    partial = z.new_empty((2, programs, width), dtype=torch.float32)
-    grad, grad_z, z, gate = _rows(grad), _rows(grad_z), _rows(z), _rows(gate)
-    arguments = (
-        grad, grad_z, z, gate, weight, bias, dz, d_gate, partial, rows, eps,
-        grad.stride(0), _stride(grad_z), z.stride(0), _stride(gate),
-    )  # fmt: skip
-    constants = {"CENTER": center, "SILU": act == "silu", "WIDTH": width, "BLOCK": _block(width)}
-    queue(backward_kernel, programs, arguments, {**constants, **options})
+    most, launch, finish = _backward_launches(z.device, z.dtype, width, center, act)
+    programs = min(-(-rows // launch["ROWS"]), most)
+    partial = z.new_empty(2, programs, width, dtype=torch.float32)
+    z, step = _rows(z)
+    grad, grad_step = _rows(grad)
+    grad_z, grad_z_step = (None, 0) if grad_z is None else _rows(grad_z)
+    gate, gate_step = (None, 0) if gate is None else _rows(gate)
+    tensors = (grad, grad_z, z, gate, weight, bias, dz, d_gate, partial)
+    launch.start(programs, tensors, (rows, float(eps)), (grad_step, grad_z_step, step, gate_step))
     if weight is not None or bias is not None:
         sums = (None if weight is None else d_weight, None if bias is None else d_bias)
-        constants = {"WIDTH": width, **FINISH, "num_warps": 8}
-        queue(finish_kernel, -(-width // FINISH["COLUMNS"]), (partial, *sums, programs), constants)
+        finish.start(-(-width // FINISH["COLUMNS"]), (partial, *sums), (programs,))
     return dz, d_gate, d_weight, d_bias
 
 
-def _rows(x: Any) -> Any:
-    return x if x is None or x.stride(1) == 1 else x.contiguous()
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """The tensor, copied if its rows are not contiguous, and their stride."""
+    row, element = x.stride()
+    if element == 1:
+        return x, row
+    x = x.contiguous()
+    return x, x.stride(0)
 
 
-def _stride(x: Tensor | None) -> int:
-    return 0 if x is None else x.stride(0)
+@memory_tuning.plan
+def _forward_launch(device: torch.device, dtype: torch.dtype, width: int, center: bool, act: str) -> Launch:
+    return Launch(forward_kernel, _constants("norm_forward", device, dtype, width, center, act))
 
 
-def _config(kernel: str, x: Tensor) -> dict[str, int]:
-    return memory_tuning.find(kernel, x.device, x.dtype, x.shape[1], 1) or default(kernel, x.shape[1])
+@memory_tuning.plan
+def _backward_launches(
+    device: torch.device, dtype: torch.dtype, width: int, center: bool, act: str
+) -> tuple[int, Launch, Launch]:
+    """Most programs, and the two kernels that one backward takes."""
+    constants = _constants("norm_backward", device, dtype, width, center, act)
+    most = constants.pop("PROGRAMS") * _processors(device)
+    return most, Launch(backward_kernel, constants), Launch(finish_kernel, {"WIDTH": width, **FINISH, "num_warps": 8})
 
 
-@cache
-def _block(width: int) -> int:
-    return triton.next_power_of_2(width)
+def _constants(
+    kernel: str, device: torch.device, dtype: torch.dtype, width: int, center: bool, act: str
+) -> dict[str, Any]:
+    config = memory_tuning.find(kernel, device, dtype, width, 1) or default(kernel, width)
+    return {
+        "CENTER": center,
+        "SILU": act == "silu",
+        "WIDTH": width,
+        "BLOCK": triton.next_power_of_2(width),
+        **config,
+    }
 
 
-@cache
 def default(kernel: str, width: int) -> dict[str, int]:
     """A tile of about 4,096 elements, half of that backward; ``PROGRAMS``: for each multiprocessor."""
     block, backwards = triton.next_power_of_2(width), kernel == "norm_backward"

@@ -96,8 +96,8 @@ def movement() -> None:
         for right in (False, True):
             same(jagged_triton.to_padded, jagged_reference.to_padded, x, offsets, 7, -2.0, right)
             same(jagged_triton.from_padded, jagged_reference.from_padded, padded, offsets, rows, right)
-        joined = same(jagged_triton.concat, jagged_reference.concat, x, y, offsets, other)
-        same(jagged_triton.split, jagged_reference.split, joined, offsets, other, rows)
+        joined = same(jagged_triton.concat, jagged_reference.concat, x, y, offsets, offsets + other)
+        same(jagged_triton.split, jagged_reference.split, joined, offsets, offsets + other, rows)
         for mean in (False, True):
             same(jagged_triton.segment_sum, jagged_reference.segment_sum, x, offsets, mean)
             same(jagged_triton.spread, jagged_reference.spread, dense, offsets, rows, mean)
