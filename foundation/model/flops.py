@@ -293,7 +293,7 @@ def _fm_block(x: Any, y: Any, *, out_val: Any) -> float:
 
 
 def _mix_tokens(x: Any, matrix: Any, *, out_val: Any) -> float:
-    return 2.0 * x.numel() * matrix.shape[1]
+    return 2.0 * x.shape[0] * x.shape[2] * matrix.numel()
 
 
 def op_formulas() -> dict[Any, Callable[..., float]]:

@@ -124,20 +124,21 @@ class Call:
 
     def signature(self) -> Signature:
         """Of these tensors."""
-        q, k, v, batch = self.q, self.k, self.v, self.batch
+        q, k, v, batch, out_rows = self.q, self.k, self.v, self.batch, self.out_rows
+        (_, heads, width), (all_keys, kv_heads, _) = q.shape, k.shape
         sequences = max(batch, 1)
-        keys = self.max_kv if self.max_kv >= 0 else k.shape[0] // sequences
+        keys = self.max_kv if self.max_kv >= 0 else all_keys // sequences
         bounded = self.max_kv >= 0
         if self.window >= 0:
             span = 2 * self.window + 1
             keys, bounded = min(span, keys), bounded and self.max_kv <= span
         return Signature(
-            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], self.strides,
+            q.device, q.dtype, heads, kv_heads, width, v.shape[2], self.strides,
             not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
             self.act, self.logit != 1.0, self.causal, self.window >= 0, self.q_offsets is None,
             self.kv_offsets is None, max(1, ((batch - 1).bit_length() + 4) // 5), bounded,
-            (max(self.out_rows, k.shape[0]) // 32 + batch) * q.shape[1] >= CROWD,
-            tuning.bucket(self.out_rows // sequences), tuning.bucket(keys),
+            (max(out_rows, all_keys) // 32 + batch) * heads >= CROWD,
+            tuning.bucket(out_rows // sequences), tuning.bucket(keys),
         )  # fmt: skip
 
     def q_tiles(self, block: int) -> int:
@@ -179,10 +180,11 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | None]:
     """Output ``[Tq, H, e]`` and, for softmax, LSE ``[Tq, H]``."""
-    q, k, v, heads = call.q, call.k, call.v, call.q.shape[1]
+    q, k, v, out_rows = call.q, call.k, call.v, call.out_rows
+    rows, heads, _ = q.shape
     tensors: tuple[Tensor | None, ...]
-    out = q.new_empty((call.out_rows, heads, v.shape[2]))
-    lse = q.new_empty((call.out_rows, heads), dtype=torch.float32) if call.act == "softmax" else None
+    out = q.new_empty(out_rows, heads, v.shape[2])
+    lse = q.new_empty(out_rows, heads, dtype=torch.float32) if call.act == "softmax" else None
     if out.numel() == 0:
         return out, lse
     if k.shape[0] == 0:
@@ -191,8 +193,7 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | 
     plan = _forward_plan(signature) if config is None else _build_forward(signature, config)
     where = (call.q_offsets, call.kv_offsets)
     if "BUFFERS" in plan.constants or "OVERLAP" in plan.constants:
-        rows, keys = q.shape[0], k.shape[0]
-        numbers = (call.batch, rows, keys, *call.numbers()[2:], heads, *call.strides)
+        numbers = (call.batch, rows, k.shape[0], *call.numbers()[2:], heads, *call.strides)
         tensors = (q, k, v, out, *where)
         if "OVERLAP" in plan.constants:
             taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
@@ -215,14 +216,14 @@ def backward(
     grad ``[Tq, H, e]``; out and lse of the forward pass for softmax. All contiguous.
     """
     q, k, v, heads, kv_heads = call.q, call.k, call.v, call.q.shape[1], call.k.shape[1]
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    dk, dv = k.new_empty(*k.shape), v.new_empty(*v.shape)
     if call.batch == 0 or heads == 0 or call.out_rows == 0 or k.shape[0] == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
     signature = call.signature()
     of_keys, of_queries = _backward_plans(signature) if config is None else _build_backward(signature, config)
-    shared, rows = call.q_offsets is None, (call.out_rows, heads, q.shape[2])
-    dq = q.new_empty(rows, dtype=torch.float32 if shared else q.dtype)
-    delta = None if lse is None else lse.new_empty(lse.shape)
+    shared = call.q_offsets is None
+    dq = q.new_empty(call.out_rows, heads, q.shape[2], dtype=torch.float32 if shared else q.dtype)
+    delta = None if lse is None else lse.new_empty(*lse.shape)
     where = (call.q_offsets, call.kv_offsets)
     tensors: tuple[Tensor | None, ...]
     if of_queries is not None:
@@ -239,7 +240,7 @@ def backward(
     else:
         passes = of_keys.constants["PASSES"]
         tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
-        between = q.new_empty(rows, dtype=torch.float32) if passes > 1 else None
+        between = q.new_empty(*dq.shape, dtype=torch.float32) if passes > 1 else None
         tensors = (q, k, v, grad, dq, between, dk, dv, lse, delta, *where)
         of_keys.start(tiles * kv_heads, tensors, call.numbers())
     if shared:

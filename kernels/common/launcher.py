@@ -57,16 +57,12 @@ class Launch:
         constants: its ``constexpr`` arguments and options, ``num_warps`` and the like.
     """
 
-    __slots__ = ("_bound", "_constants", "_kernel", "_tail")
+    __slots__ = ("_bound", "_kernel", "_tail", "constants")
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
-        self._kernel, self._constants = kernel, constants
+        self._kernel, self.constants = kernel, constants
         self._tail = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._bound: dict[tuple[Any, ...], Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        """A constant."""
-        return self._constants[name]
 
     def start(
         self,
@@ -94,7 +90,7 @@ class Launch:
         if compiled is not None:
             compiled[(programs, 1, 1)](*pointers, *numbers, *strides, *self._tail)
             return
-        compiled = self._kernel[(programs,)](*tensors, *numbers, *strides, **self._constants)
+        compiled = self._kernel[(programs,)](*tensors, *numbers, *strides, **self.constants)
         if compiled is not None:  # as it is from the interpreter
             self._bound[kind] = compiled
 

@@ -3,10 +3,12 @@
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.common.sequences import find_sequence
 
@@ -39,3 +41,14 @@ def rounds(batch: int) -> int:
     while reach < batch:
         found, reach = found + 1, reach * 32
     return found
+
+
+def matrix(x: Tensor) -> tuple[Tensor, int]:
+    """``[T, ...]`` as ``[T, W]`` with contiguous rows, and their stride; a copy only where it has to be."""
+    if x.dim() != 2:
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    row, element = x.stride()
+    if element == 1:
+        return x, row
+    x = x.contiguous()
+    return x, x.stride(0)

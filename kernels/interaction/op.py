@@ -5,24 +5,27 @@ Legend: N rows of a batch, n tokens, D width, k rank.
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from kernels.common.inputs import require_floats
+from kernels.common.inputs import cast, require_floats
 from kernels.common.operators import operator
 from kernels.interaction import reference
 
 
 def _backend(x: Tensor, y: Tensor) -> ModuleType:
     """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    if x.is_cuda:
-        from kernels.interaction import triton  # not installed with PyTorch for CPU
+    return _kernels() if x.is_cuda and _kernels().supports(x, y) else reference
 
-        if triton.supports(x, y):
-            return triton
-    return reference
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.interaction import triton  # not installed with PyTorch for CPU
+
+    return triton
 
 
 def fm_block(x: Tensor, y: Tensor) -> Tensor:
@@ -42,7 +45,7 @@ def fm_block(x: Tensor, y: Tensor) -> Tensor:
     require_floats("fm_block", x=x, y=y)
     if x.dim() != 3 or y.dim() not in (2, 3) or y.shape[-2] != x.shape[1] or (y.dim() == 3 and len(y) != len(x)):
         raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} do not go together: [N, n, D], and [n, k] or with N")
-    return _fm_block(x, y.to(x.dtype))
+    return _fm_block(x, cast(y, x.dtype))
 
 
 def _forward(x: Tensor, y: Tensor) -> Tensor:

@@ -144,19 +144,20 @@ def supports(x: Tensor, y: Tensor) -> bool:
 
 def forward(x: Tensor, y: Tensor) -> Tensor:
     """See ``reference.forward``."""
-    out = x.new_empty(x.shape[0], x.shape[1], y.shape[-1])
-    if x.shape[0]:
+    count, tokens, _ = x.shape
+    out = x.new_empty(count, tokens, y.shape[-1])
+    if count:
         x, y = _rows(x), y.contiguous()
         programs, kernel = _plan("fm_forward", x, y)
-        tiles = -(-x.shape[0] * kernel.constants["PAD"] // kernel.constants["ROWS"])
-        kernel.start(min(tiles, programs), (x, y, out), (x.shape[0],))
+        tiles = -(-count * kernel.constants["PAD"] // kernel.constants["ROWS"])
+        kernel.start(min(tiles, programs), (x, y, out), (count,))
     return out
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.backward``."""
     shared, (count, tokens, _), rank = y.dim() == 2, x.shape, y.shape[-1]
-    dx = x.new_empty(x.shape)
+    dx = x.new_empty(*x.shape)
     if count == 0:
         return dx, torch.zeros_like(y)
     x, y = _rows(x), y.contiguous()
@@ -164,7 +165,7 @@ def backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     pad, rows = kernel.constants["PAD"], kernel.constants["ROWS"]
     tiles = -(-count * pad // rows)
     programs = min(tiles, programs) if shared else tiles
-    dy = x.new_empty((programs, rows, rank), dtype=torch.float32) if shared else y.new_empty(y.shape)
+    dy = x.new_empty(programs, rows, rank, dtype=torch.float32) if shared else y.new_empty(*y.shape)
     kernel.start(programs, (x, y, grad.contiguous(), dx, dy), (count,))
     if shared:
         dy = dy.view(-1, pad, rank)[:, :tokens].sum(0).to(y.dtype)
@@ -177,20 +178,19 @@ def _rows(x: Tensor) -> Tensor:
 
 def _plan(kernel: str, x: Tensor, y: Tensor) -> tuple[int, Variant]:
     count, tokens, width = x.shape
-    config = memory_tuning.find(kernel, x.device, x.dtype, width, tokens) or default(tokens)
-    strides = (x.stride(0) if count > 1 else 0, x.stride(1) if tokens > 1 else 0)
-    return _variant(
-        kernel, x.device, x.dtype, (*strides, y.dim() == 2), (tokens, width, y.shape[-1]), tuple(config.items())
-    )
+    row, token, _ = x.stride()
+    fixed = (row if count > 1 else 0, token if tokens > 1 else 0, y.dim() == 2)
+    return _variant(kernel, x.device, x.dtype, fixed, tokens, width, y.shape[-1])
 
 
-@cache
+@memory_tuning.plan
 def _variant(
-    kernel: str, device: torch.device, dtype: torch.dtype, fixed: tuple[int, int, bool], shape: tuple[int, int, int],
-    config: tuple[tuple[str, int], ...],
+    kernel: str, device: torch.device, dtype: torch.dtype, fixed: tuple[int, int, bool], tokens: int, width: int,
+    rank: int,
 ) -> tuple[int, Variant]:  # fmt: skip
     """Programs of a whole GPU, and the kernel for these strides and shapes."""
-    programs, constants, options = build(dict(config), *shape)
+    config = memory_tuning.find(kernel, device, dtype, width, tokens) or default(tokens)
+    programs, constants, options = build(config, tokens, width, rank)
     constants |= dict(zip(("STB", "STX", "SHARED"), fixed, strict=True))
     function = forward_kernel if kernel == "fm_forward" else backward_kernel
     return programs * _processors(device), Variant(function, constants, options)
@@ -215,7 +215,6 @@ def build(config: dict[str, Any], tokens: int, width: int, rank: int) -> tuple[i
     return config["PROGRAMS"], constants, {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
-@cache
 def default(tokens: int) -> dict[str, Any]:
     """What is used where nothing is tuned."""
     return {"STEP": 128, "STAGES": 3, "PROGRAMS": 8, "num_warps": 4 if tokens <= 64 else 8}

@@ -96,6 +96,13 @@ def short_sum_kernel(
                 tl.store(at, whole.to(OUT.dtype.element_ty), mask=inside)
 
 
+def sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The index in rising order and where its entries stood, equal ones in order; short keys sort faster."""
+    key = index.to(torch.int16 if rows < 2**15 else torch.int32)
+    ordered, order = torch.sort(key, stable=True)
+    return ordered.to(torch.int32), order
+
+
 def starts(ordered: Tensor, rows: int) -> Tensor:
     """Where the entries of each of ``rows`` values begin in a rising index: int64 ``[rows + 1]``."""
     out = ordered.new_empty(rows + 1, dtype=torch.int64)
@@ -110,7 +117,7 @@ def short_sum(x: Tensor, stride: int, offsets: Tensor, mean: bool, out: Tensor) 
     """``reference.segment_sum`` of ``x [T, W]``, of that stride, into ``out``."""
     batch = offsets.shape[0] - 1
     launch, parts = _sum_launch(x.device, x.dtype, x.shape[1], mean)
-    launch.start(-(-batch // launch["GROUP"]) * parts, (x, out, offsets), (batch,), (stride,))
+    launch.start(-(-batch // launch.constants["GROUP"]) * parts, (x, out, offsets), (batch,), (stride,))
     return out
 
 

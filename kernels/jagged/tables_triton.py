@@ -175,9 +175,9 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     count.start(blocks, tensors, (*numbers, firsts[big], firsts[1 - big]), (index.stride(0),))
     totals = counts.cumsum(0, dtype=torch.int32)
     order.start(blocks, (keys, counts, totals, before, ordered, taken), numbers)
-    parts = triton.cdiv(width, total["BLOCK"])
+    parts = triton.cdiv(width, total.constants["BLOCK"])
     programs = max(1, min(most // parts, triton.cdiv(rows, 256)))
-    share = triton.cdiv(triton.cdiv(rows, programs), total["ROWS"]) * total["ROWS"]
+    share = triton.cdiv(triton.cdiv(rows, programs), total.constants["ROWS"]) * total.constants["ROWS"]
     slots = programs + groups - 1
     partial = values.new_empty(slots, 128, width, dtype=torch.float32)
     out = values.new_empty(sum(sizes), width)

@@ -11,7 +11,6 @@ Shapes: X, OUT and the like are matrices of rows of ``WIDTH`` elements; ``st*`` 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from kernels.common import memory_tuning
 from kernels.common.launcher import Launch
-from kernels.common.rows import rounds, row_owners
+from kernels.common.rows import matrix, rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
-from kernels.jagged.short_sums_triton import SHORT, short_sum, starts
+from kernels.jagged.short_sums_triton import SHORT, short_sum, sort, starts
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
@@ -277,7 +276,7 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, 
     batch = offsets.shape[0] - 1
     out = values.new_empty(batch, max_length, *values.shape[1:])
     if out.numel():
-        (x, stride), rows = _matrix(values), batch * max_length
+        (x, stride), rows = matrix(values), batch * max_length
         _launch(pad_kernel, rows, x, (x, out, offsets), (rows, max_length, float(padding)), (stride,), RIGHT=right)
     return out
 
@@ -316,8 +315,8 @@ def _gather(values: Tensor, add: Tensor | None, index: Tensor) -> Tensor:
     rows = index.shape[0]
     out = values.new_empty(rows, *values.shape[1:])
     if out.numel():
-        (x, stride), index = _matrix(values), index.contiguous()
-        more, more_stride = (None, 0) if add is None else _matrix(add)
+        (x, stride), index = matrix(values), index.contiguous()
+        more, more_stride = (None, 0) if add is None else matrix(add)
         choices = index.shape[1] if index.dim() == 2 else 1
         _launch(gather_kernel, rows, x, (x, more, index, out), (rows,), (stride, more_stride), CHOICES=choices)
     return out
@@ -329,7 +328,7 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
         return reference.scatter_sum(values, index, rows, rising)
     if rising and index.dim() == 1:
         return _sum(values, starts(index, rows), None, 1, False)
-    ordered, order = _sort(index.flatten(), rows)
+    ordered, order = sort(index.flatten(), rows)
     return _sum(values, starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
 
 
@@ -337,7 +336,7 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
     """See ``reference.table_sum``."""
     if not tables_triton.supports(values, sizes):
         return scatter_sum(values, index, sum(sizes), False)
-    return tables_triton.table_sum(_matrix(values)[0], index, sizes).view(-1, *values.shape[1:])
+    return tables_triton.table_sum(matrix(values)[0], index, sizes).view(-1, *values.shape[1:])
 
 
 def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
@@ -364,8 +363,8 @@ def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
 def _spread(rows: Tensor, add: Tensor | None, offsets: Tensor, total: int, mean: bool) -> Tensor:
     out = rows.new_empty(total, *rows.shape[1:])
     if out.numel():
-        (x, stride), batch = _matrix(rows), offsets.shape[0] - 1
-        more, more_stride = (None, 0) if add is None else _matrix(add)
+        (x, stride), batch = matrix(rows), offsets.shape[0] - 1
+        more, more_stride = (None, 0) if add is None else matrix(add)
         tensors, strides = (x, more, out, offsets), (stride, more_stride)
         _launch(spread_kernel, total, x, tensors, (batch, total), strides, MEAN=mean, ROUNDS=rounds(batch))
     return out
@@ -378,7 +377,7 @@ def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
     total, batch = a.shape[0] + b.shape[0], a_offsets.shape[0] - 1
     out = a.new_empty(total, *a.shape[1:])
     if out.numel():
-        (x, stride), (y, y_stride) = _matrix(a), _matrix(b)
+        (x, stride), (y, y_stride) = matrix(a), matrix(b)
         tensors, strides = (x, y, out, a_offsets, offsets), (stride, y_stride)
         _launch(concat_kernel, total, x, tensors, (batch, total), strides, ROUNDS=rounds(batch))
     return out
@@ -391,7 +390,7 @@ def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tu
     total, batch = values.shape[0], a_offsets.shape[0] - 1
     a, b = (values.new_empty(rows, *values.shape[1:]) for rows in (a_rows, total - a_rows))
     if values.numel():
-        x, stride = _matrix(values)
+        x, stride = matrix(values)
         tensors = (x, a, b, a_offsets, offsets)
         _launch(split_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return a, b
@@ -403,7 +402,7 @@ def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets
         return reference.gather_sequences(values, offsets, index, new_offsets, total)
     out = values.new_empty(total, *values.shape[1:])
     if out.numel():
-        (x, stride), count = _matrix(values), index.shape[0]
+        (x, stride), count = matrix(values), index.shape[0]
         tensors = (x, out, offsets, index.contiguous(), new_offsets)
         _launch(sequences_kernel, total, x, tensors, (count, total), (stride,), ROUNDS=rounds(count))
     return out
@@ -418,8 +417,8 @@ def sum_sequences(
     out, batch, order = grad.new_empty(total, *grad.shape[1:]), offsets.shape[0] - 1, None
     if out.numel():
         if not rising:
-            index, order = _sort(index, batch)
-        x, stride = _matrix(grad)
+            index, order = sort(index, batch)
+        x, stride = matrix(grad)
         tensors = (x, out, offsets, starts(index, batch), order, new_offsets)
         _launch(copies_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return out
@@ -432,12 +431,12 @@ def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, me
         return out
     if values.numel() == 0:
         return out.zero_()
-    (x, stride), total = _matrix(values), values.shape[0] * choices
+    (x, stride), total = matrix(values), values.shape[0] * choices
     if order is None and total <= SHORT * batch:
         return short_sum(x, stride, offsets, mean, out)
     length = memory_tuning.bucket(total // batch)
     launch, finish = _sum_launches(x.device, x.dtype, x.shape[1], length, rounds(batch), mean, choices)
-    chunk, parts = launch["CHUNK"], -(-x.shape[1] // launch["BLOCK"])
+    chunk, parts = launch.constants["CHUNK"], -(-x.shape[1] // launch.constants["BLOCK"])
     partial = x.new_empty(2 * (total // chunk + 1), x.shape[1], dtype=torch.float32) if total > chunk else None
     launch.start((batch + total // chunk + 1) * parts, (x, out, partial, offsets, order), (batch,), (stride,))
     if partial is not None:
@@ -466,7 +465,7 @@ def _launch(
 ) -> None:
     """Runs a kernel over the tiles of ``rows`` rows as wide as those of ``x``, its last dim."""
     launch, parts = _plan(kernel, x.device, x.dtype, x.shape[-1], *constants.items())
-    launch.start(-(-rows // launch["ROWS"]) * parts, tensors, numbers, strides)
+    launch.start(-(-rows // launch.constants["ROWS"]) * parts, tensors, numbers, strides)
 
 
 @memory_tuning.plan
@@ -479,24 +478,6 @@ def _plan(
         config = default(width, dtype.itemsize, kernel is copies_kernel)
     block = _block(width)
     return Launch(kernel, {**dict(constants), **config, "WIDTH": width, "BLOCK": block}), -(-width // block)
-
-
-def _matrix(x: Tensor) -> tuple[Tensor, int]:
-    """``[T, ...]`` as ``[T, W]`` with contiguous rows, and their stride; a copy only where it has to be."""
-    if x.dim() != 2:
-        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    row, element = x.stride()
-    if element == 1:
-        return x, row
-    x = x.contiguous()
-    return x, x.stride(0)
-
-
-def _sort(index: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The index in rising order and where its entries stood, equal ones in order; short keys sort faster."""
-    key = index.to(torch.int16 if rows < 2**15 else torch.int32)
-    ordered, order = torch.sort(key, stable=True)
-    return ordered.to(torch.int32), order
 
 
 def _block(width: int) -> int:

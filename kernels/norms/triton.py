@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.common import memory_tuning
 from kernels.common.launcher import Launch
+from kernels.common.rows import matrix
 
 WIDEST = 8192
 """The widest rows of the kernels."""
@@ -184,11 +185,13 @@ def forward(
     rows, width = x.shape
     if y.numel():
         launch = _forward_launch(x.device, x.dtype, width, center, act)
-        x, step = _rows(x)
-        residual, residual_step = (None, 0) if residual is None else _rows(residual)
-        gate, gate_step = (None, 0) if gate is None else _rows(gate)
+        x, step = matrix(x)
+        residual, residual_step = (None, 0) if residual is None else matrix(residual)
+        gate, gate_step = (None, 0) if gate is None else matrix(gate)
         tensors = (x, residual, gate, weight, bias, y, z)
-        launch.start(-(-rows // launch["ROWS"]), tensors, (rows, float(eps)), (step, residual_step, gate_step))
+        launch.start(
+            -(-rows // launch.constants["ROWS"]), tensors, (rows, float(eps)), (step, residual_step, gate_step)
+        )
     return y, z
 
 
@@ -212,27 +215,18 @@ def backward(
     if dz.numel() == 0:
         return dz, d_gate, d_weight.zero_(), d_bias.zero_()
     most, launch, finish = _backward_launches(z.device, z.dtype, width, center, act)
-    programs = min(-(-rows // launch["ROWS"]), most)
+    programs = min(-(-rows // launch.constants["ROWS"]), most)
     partial = z.new_empty(2, programs, width, dtype=torch.float32)
-    z, step = _rows(z)
-    grad, grad_step = _rows(grad)
-    grad_z, grad_z_step = (None, 0) if grad_z is None else _rows(grad_z)
-    gate, gate_step = (None, 0) if gate is None else _rows(gate)
+    z, step = matrix(z)
+    grad, grad_step = matrix(grad)
+    grad_z, grad_z_step = (None, 0) if grad_z is None else matrix(grad_z)
+    gate, gate_step = (None, 0) if gate is None else matrix(gate)
     tensors = (grad, grad_z, z, gate, weight, bias, dz, d_gate, partial)
     launch.start(programs, tensors, (rows, float(eps)), (grad_step, grad_z_step, step, gate_step))
     if weight is not None or bias is not None:
         sums = (None if weight is None else d_weight, None if bias is None else d_bias)
         finish.start(-(-width // FINISH["COLUMNS"]), (partial, *sums), (programs,))
     return dz, d_gate, d_weight, d_bias
-
-
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """The tensor, copied if its rows are not contiguous, and their stride."""
-    row, element = x.stride()
-    if element == 1:
-        return x, row
-    x = x.contiguous()
-    return x, x.stride(0)
 
 
 @memory_tuning.plan

@@ -5,25 +5,28 @@ Legend: N rows of a batch, n tokens in, P tokens out, D width, K terms.
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import require_floats
+from kernels.common.inputs import cast, require_floats
 from kernels.common.operators import operator
 from kernels.token_mixing import reference
 
 
 def _backend(x: Tensor, matrix: Tensor) -> ModuleType:
     """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    if x.is_cuda:
-        from kernels.token_mixing import triton  # not installed with PyTorch for CPU
+    return _kernels() if x.is_cuda and _kernels().supports(x, matrix) else reference
 
-        if triton.supports(x, matrix):
-            return triton
-    return reference
+
+@cache
+def _kernels() -> ModuleType:
+    from kernels.token_mixing import triton  # not installed with PyTorch for CPU
+
+    return triton
 
 
 def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
         raise ValueError(
             f"x {list(x.shape)} and matrix {list(matrix.shape)} do not go together: [N, n, D] and [n, P] are wanted"
         )
-    return _mix_tokens(x, matrix.to(x.dtype))
+    return _mix_tokens(x, cast(matrix, x.dtype))
 
 
 def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
@@ -65,16 +68,16 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
     require_floats("sum_kron", x=x, mix=mix, maps=maps)
-    fits = x.dim() == mix.dim() == maps.dim() == 3 and x.shape[1:] == (mix.shape[1], maps.shape[1])
-    if not fits or mix.shape[0] != maps.shape[0]:
+    fits = x.dim() == mix.dim() == maps.dim() == 3 and mix.shape[:2] == (maps.shape[0], x.shape[1])
+    if not fits or maps.shape[1] != x.shape[2]:
         raise ValueError(
             f"x {list(x.shape)}, mix {list(mix.shape)} and maps {list(maps.shape)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
-    terms, inputs, outputs = mix.shape
-    mixed = mix_tokens(x, mix.permute(1, 2, 0).reshape(inputs, outputs * terms))
-    mixed = mixed.view(x.shape[0], outputs, terms * x.shape[2])
-    return torch.matmul(mixed, maps.flatten(0, 1).to(x.dtype))
+    mixed = _mix_tokens(x, cast(mix, x.dtype))
+    (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
+    maps = cast(maps, x.dtype).reshape(terms * width, outputs)
+    return torch.mm(mixed.view(rows * few, terms * width), maps).view(rows, few, outputs)
 
 
 def _forward(x: Tensor, matrix: Tensor) -> Tensor:
@@ -101,7 +104,7 @@ _mix_tokens_backward = operator(
 _mix_tokens = operator(
     "mix_tokens",
     _forward,
-    lambda x, matrix: x.new_empty(x.shape[0], matrix.shape[1], x.shape[2]),
+    lambda x, matrix: x.new_empty(x.shape[0], reference.sides(matrix)[1], x.shape[2]),
     backward=_autograd,
     setup_context=_setup_context,
 )

@@ -5,8 +5,9 @@ rows has zeros between them, and a gradient that is not finite makes those of it
 takes one tile after another. X is read once forward. Backward reads X and the gradient once; a program adds up its part
 of the gradient of M, and those sums are added in a fixed order, so gradients have the same bits in every run.
 
-Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``; ``ST*B`` and ``ST*T`` are the strides of X and DO in
-rows of the batch and tokens, all else is packed.
+Shapes: X, DX ``[N, n, D]``, OUT, DO ``[N, P, D]``, M ``[n, P]``, or ``[TERMS, n, P / TERMS]``, in which output p is
+column ``p / TERMS`` of term ``p % TERMS``; ``ST*B`` and ``ST*T`` are the strides of X and DO in rows of the batch and
+tokens, all else is packed.
 """
 
 # mypy: allow-untyped-defs
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from kernels.common import memory_tuning
 from kernels.common.launcher import Variant
+from kernels.token_mixing import reference
 
 MOST_TOKENS, MOST_FEWER = 256, 128
 """Tokens in or out, and the fewer of both."""
@@ -50,29 +52,32 @@ def _store(X, value, b, token, live, c, TOKENS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def _matrix(
-    M, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr, LONG: tl.constexpr,
-    TURNED: tl.constexpr,
+    M, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr, TALL: tl.constexpr,
+    LONG: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """M of a tile, ``[TALL, LONG]``: tokens in down and tokens out along, or ``TURNED`` the other way."""
+    COLUMNS: tl.constexpr = OUTPUTS // TERMS
     i, j = tl.arange(0, TALL), tl.arange(0, LONG)
     same = (i // (TALL // GROUP))[:, None] == (j // (LONG // GROUP))[None, :]
     i, j = i % (TALL // GROUP), j % (LONG // GROUP)
     if TURNED:
-        at, mask = j[None, :] * OUTPUTS + i[:, None], same & (i < OUTPUTS)[:, None] & (j < INPUTS)[None, :]
+        mask = same & (i < OUTPUTS)[:, None] & (j < INPUTS)[None, :]
+        at = j[None, :] * COLUMNS + (i % TERMS * INPUTS * COLUMNS + i // TERMS)[:, None]
     else:
-        at, mask = i[:, None] * OUTPUTS + j[None, :], same & (i < INPUTS)[:, None] & (j < OUTPUTS)[None, :]
+        mask = same & (i < INPUTS)[:, None] & (j < OUTPUTS)[None, :]
+        at = i[:, None] * COLUMNS + (j % TERMS * INPUTS * COLUMNS + j // TERMS)[None, :]
     return tl.load(M + at, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
 def forward_kernel(
     X, M, OUT, N, STXB: tl.constexpr, STXT: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr,
-    STAGES: tl.constexpr,
+    TERMS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr,
+    STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile."""
     PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
-    matrix = _matrix(M, INPUTS, OUTPUTS, GROUP, OUT_ROWS, IN_ROWS, True)
+    matrix = _matrix(M, INPUTS, OUTPUTS, TERMS, GROUP, OUT_ROWS, IN_ROWS, True)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
         c = (tile % PARTS) * STEP + tl.arange(0, STEP)
         b, token, live = _places(tile // PARTS, N, GROUP, INPUTS, IN_ROWS)
@@ -84,12 +89,12 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["N"])
 def backward_kernel(
     X, M, DO, DX, PARTIAL, N, STXB: tl.constexpr, STXT: tl.constexpr, STDB: tl.constexpr, STDT: tl.constexpr,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, IN_ROWS: tl.constexpr,
-    OUT_ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    IN_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program has every so many-th tile. PARTIAL: float32 ``[programs, IN_ROWS, OUT_ROWS]``."""
     PARTS: tl.constexpr = (WIDTH + STEP - 1) // STEP
-    matrix = _matrix(M, INPUTS, OUTPUTS, GROUP, IN_ROWS, OUT_ROWS, False)
+    matrix = _matrix(M, INPUTS, OUTPUTS, TERMS, GROUP, IN_ROWS, OUT_ROWS, False)
     sums = tl.zeros([IN_ROWS, OUT_ROWS], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, GROUP) * PARTS, tl.num_programs(0), num_stages=STAGES):
         c = (tile % PARTS) * STEP + tl.arange(0, STEP)
@@ -106,36 +111,36 @@ def backward_kernel(
 
 def supports(x: Tensor, matrix: Tensor) -> bool:
     """Whether the kernels take these: 16-bit, with few enough tokens."""
-    few, many = sorted(matrix.shape)
-    fits = 0 < few <= MOST_FEWER and many <= MOST_TOKENS
+    inputs, outputs, _ = reference.sides(matrix)
+    fits = 0 < min(inputs, outputs) <= MOST_FEWER and max(inputs, outputs) <= MOST_TOKENS
     return fits and x.shape[2] > 0 and x.dtype in (torch.bfloat16, torch.float16) and matrix.dtype == x.dtype
 
 
 def forward(x: Tensor, matrix: Tensor) -> Tensor:
     """See ``reference.forward``."""
-    (count, _, width), outputs = x.shape, matrix.shape[1]
-    out = x.new_empty((count, outputs, width))
+    (count, _, width), (_, outputs, terms) = x.shape, reference.sides(matrix)
+    out = x.new_empty(count, outputs, width)
     if count:
         x = _rows(x)
-        programs, kernel = _plan("mix_forward", x, None, outputs)
+        programs, kernel = _plan("mix_forward", x, None, outputs, terms)
         kernel.start(min(programs, _tiles(kernel, count, width)), (x, matrix.contiguous(), out), (count,))
     return out
 
 
 def backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.backward``."""
-    (count, inputs, width), outputs = x.shape, matrix.shape[1]
-    dx = x.new_empty(x.shape)
+    (count, _, width), (inputs, outputs, terms) = x.shape, reference.sides(matrix)
+    dx = x.new_empty(*x.shape)
     if count == 0:
         return dx, torch.zeros_like(matrix)
     x, grad = _rows(x), _rows(grad)
-    programs, kernel = _plan("mix_backward", x, grad, outputs)
+    programs, kernel = _plan("mix_backward", x, grad, outputs, terms)
     programs, group = min(programs, _tiles(kernel, count, width)), kernel.constants["GROUP"]
     sides = (kernel.constants["IN_ROWS"] // group, kernel.constants["OUT_ROWS"] // group)
-    partial = x.new_empty((programs, group, sides[0], group, sides[1]), dtype=torch.float32)
+    partial = x.new_empty(programs, group, sides[0], group, sides[1], dtype=torch.float32)
     kernel.start(programs, (x, matrix.contiguous(), grad, dx, partial), (count,))
-    total = partial.diagonal(dim1=1, dim2=3).sum((0, 3))
-    return dx, total[:inputs, :outputs].to(matrix.dtype)
+    total = partial.diagonal(dim1=1, dim2=3).sum((0, 3))[:inputs, :outputs]
+    return dx, reference.as_terms(total, matrix).to(matrix.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -146,30 +151,33 @@ def _tiles(kernel: Variant, count: int, width: int) -> int:
     return -(-count // kernel.constants["GROUP"]) * -(-width // kernel.constants["STEP"])
 
 
-def _plan(kernel: str, x: Tensor, grad: Tensor | None, outputs: int) -> tuple[int, Variant]:
+def _plan(kernel: str, x: Tensor, grad: Tensor | None, outputs: int, terms: int) -> tuple[int, Variant]:
     _, inputs, width = x.shape
-    config = memory_tuning.find(kernel, x.device, x.dtype, width, inputs) or default(kernel)
     strides = _strides(x) if grad is None else (*_strides(x), *_strides(grad))
-    return _variant(kernel, x.device, x.dtype, strides, (inputs, outputs, width), tuple(config.items()))
+    return _variant(kernel, x.device, x.dtype, strides, inputs, outputs, terms, width)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    return (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1) if x.shape[1] > 1 else 0)
+    (count, tokens, _), (row, token, _) = x.shape, x.stride()
+    return row if count > 1 else 0, token if tokens > 1 else 0
 
 
-@cache
+@memory_tuning.plan
 def _variant(
-    kernel: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, ...], shape: tuple[int, int, int],
-    config: tuple[tuple[str, int], ...],
+    kernel: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, ...], inputs: int, outputs: int,
+    terms: int, width: int,
 ) -> tuple[int, Variant]:  # fmt: skip
     """Programs of a whole GPU, and the kernel for these strides and shapes."""
-    programs, constants, options = build(dict(config), *shape)
+    config = memory_tuning.find(kernel, device, dtype, width, inputs) or default(kernel)
+    programs, constants, options = build(config, inputs, outputs, width, terms)
     constants |= dict(zip(("STXB", "STXT", "STDB", "STDT"), strides, strict=False))
     function = forward_kernel if kernel == "mix_forward" else backward_kernel
     return programs * _processors(device), Variant(function, constants, options)
 
 
-def build(config: dict[str, Any], inputs: int, outputs: int, width: int) -> tuple[int, dict[str, Any], dict[str, int]]:
+def build(
+    config: dict[str, Any], inputs: int, outputs: int, width: int, terms: int = 1
+) -> tuple[int, dict[str, Any], dict[str, int]]:
     """Programs for each multiprocessor, constants and options of a configuration.
 
     On tensor cores sides under 64 are padded: they have gone wrong on Hopper.
@@ -181,6 +189,7 @@ def build(config: dict[str, Any], inputs: int, outputs: int, width: int) -> tupl
     constants = {
         "INPUTS": inputs,
         "OUTPUTS": outputs,
+        "TERMS": terms,
         "WIDTH": width,
         "GROUP": group,
         "IN_ROWS": in_rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton import JITFunction
+
+from kernels.block_attention import triton as block_attention
 from kernels.common import launch, launcher
+from kernels.jagged import short_sums_triton, tables_triton
+from kernels.jagged import triton as jagged
+from kernels.norms import triton as norms
 
 
 class Kernel:
     """In place of a ``triton.jit`` function; what it compiles notes what it is started with."""
 
-    arg_names = ("X", "Y", "rows", "stride", "scale", "WIDTH", "ROWS")
+    arg_names = ("X", "Y", "rows", "scale", "stride", "WIDTH", "ROWS")
 
     def __init__(self) -> None:
         self.bound: list[tuple[Any, ...]] = []
@@ -42,26 +49,39 @@ def test_each_kind_of_arguments_is_bound_once() -> None:
     odd = x[1:]
     assert x.data_ptr() % 16 == 0
     constants = {"ROWS": 4, "WIDTH": 8, "num_warps": 2}
-    launcher.queue(kernel, 3, (x, None, 32, 64, 0.5), constants)
-    launcher.queue(kernel, 5, (x[4:], None, 48, 160, 0.25), constants)
-    assert kernel.bound == [((3,), (x, None, 32, 64, 0.5), constants)]
-    assert kernel.started == [((5, 1, 1), (x[4:].data_ptr(), None, 48, 160, 0.25, 8, 4))]
-    others: list[tuple[tuple[Any, ...], dict[str, int]]] = [
-        ((odd, None, 32, 64, 0.5), constants),
-        ((x.double(), None, 32, 64, 0.5), constants),
-        ((x, x, 32, 64, 0.5), constants),
-        ((x, None, 33, 64, 0.5), constants),
-        ((x, None, 1, 64, 0.5), constants),
-        ((x, None, 2**32, 64, 0.5), constants),
-        ((x, None, 32, 65, 0.5), constants),
-        ((x, None, 32, 64, 0.5), {**constants, "ROWS": 8}),
-        ((x, None, 32, 64, 0.5), {**constants, "num_warps": 4}),
+    one = launcher.Launch(kernel, constants)
+    one.start(3, (x, None), (32, 0.5), (64,))
+    one.start(5, (x[4:], None), (49, 0.25), (64,))
+    assert kernel.bound == [((3,), (x, None, 32, 0.5, 64), constants)]
+    assert kernel.started == [((5, 1, 1), (x[4:].data_ptr(), 0, 49, 0.25, 64, 8, 4))]
+    others: list[tuple[tuple[Any, ...], tuple[float, float], int]] = [
+        ((odd, None), (32, 0.5), 64),
+        ((odd, x), (32, 0.5), 64),
+        ((x, odd), (32, 0.5), 64),
+        ((odd, odd), (32, 0.5), 64),
+        ((x.double(), None), (32, 0.5), 64),
+        ((x, x), (32, 0.5), 64),
+        ((x, None), (32, 1), 64),
+        ((x, None), (2**32, 0.5), 64),
+        ((x, None), (32, 0.5), 65),
     ]
-    for count, (arguments, choice) in enumerate(others, start=2):
+    for count, (tensors, numbers, stride) in enumerate(others, start=2):
         for _ in range(2):
-            launcher.queue(kernel, 1, arguments, choice)
-        assert len(kernel.bound) == count, arguments
+            one.start(1, tensors, numbers, (stride,))
+        assert len(kernel.bound) == count, (numbers, stride)
         assert len(kernel.started) == count
+
+
+def test_numbers_of_a_launch_are_those_that_kernels_do_not_specialise_on() -> None:
+    """They are no part of a kind: a kernel compiled for a number of rows that 16 divides would serve all others."""
+    for module in (block_attention, norms, jagged, short_sums_triton, tables_triton):
+        for kernel in vars(module).values():
+            if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel"):
+                numbers = [p for p in kernel.params if not p.is_constexpr and p.name.islower()]
+                strides = [p.name for p in numbers if re.fullmatch("st.|sh.", p.name)]
+                assert [p.name for p in numbers[len(numbers) - len(strides) :]] == strides, kernel
+                for p in numbers[: len(numbers) - len(strides)]:
+                    assert p.do_not_specialize or p.name in ("scale", "eps", "padding"), (kernel, p.name)
 
 
 @pytest.mark.parametrize(("batch", "fit"), [(2**18, True), (2**20, False)])

@@ -56,6 +56,8 @@ def test_operator() -> None:
     x, matrix, _ = inputs(3, 5, 8, 2)
     x, matrix = x.requires_grad_(), matrix.requires_grad_()
     torch.library.opcheck(torch.ops.opengem.mix_tokens.default, (x, matrix))
+    terms = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.opengem.mix_tokens.default, (x, terms))
     for op, tensors in ((mix_tokens, (x, matrix)), (sum_kron, kron_inputs(3, 5, 4, 2, 3))):
         assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*tensors), op(*tensors))
 
@@ -80,13 +82,14 @@ def interpreted() -> None:
 
     for shape in (SHAPES[0], SHAPES[2], SHAPES[3]):
         x, matrix, grad = inputs(*shape)
-        small = [t.float() for t in (x, matrix, grad)]
-        small[0] = torch.stack([small[0], small[0]], dim=2)[:, :, 1]
-        for group in (1, 4):
+        terms = matrix.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
+        for group, form in ((1, matrix), (4, matrix), *([(4, terms)] if shape == SHAPES[0] else [])):
+            small = [t.float() for t in (x, form, grad)]
+            small[0] = torch.stack([small[0], small[0]], dim=2)[:, :, 1]
             config = {**kernels.default("mix_forward"), "GROUP": group}
             with forced("mix_forward", config), forced("mix_backward", config):
                 got = (kernels.forward(*small[:2]), *kernels.backward(small[2], *small[:2]))
-            want = (reference.forward(x, matrix), *reference.backward(grad, x, matrix))
+            want = (reference.forward(x, form), *reference.backward(grad, x, form))
             for a, b in zip(got, want, strict=True):
                 assert a.shape == b.shape
                 assert (a - b).norm() <= 2e-6 * b.norm().clamp(min=1e-30)  # some roundings of 6e-8
