@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 
 # Before numpy and torch are imported: the tests run in several processes.
@@ -18,10 +19,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Lets Ctrl-C reach the processes that tests start, also where a shell started pytest in the background.
+    """Takes the clock out of Hypothesis, and lets Ctrl-C reach the processes that tests start.
 
-    Such a shell ignores the signal for its children, and what is ignored stays ignored in theirs.
+    A shell that starts pytest in the background ignores the signal for its children, and what is ignored stays ignored
+    in theirs.
     """
+    # How long an example takes says how busy the machine is, not whether the code is right.
+    hypothesis.settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -320,7 +320,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, processes: int) -> None:
     while not list(tmp_path.glob("raw.tmp-*/users.parquet")):
         assert process.poll() is None, process.stderr and process.stderr.read()
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == 130
     assert error.splitlines()[-1] == "interrupted"
     assert "Traceback" not in error

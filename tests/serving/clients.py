@@ -40,7 +40,7 @@ def http(
     path: str,
     body: Any = None,
     headers: Mapping[str, Any] | None = None,
-    timeout: float = 30,
+    timeout: float = 120,
 ) -> Answer:
     """One HTTP exchange on a connection of its own; a body that is not bytes is sent as JSON."""
     connection = HTTPConnection(address, timeout=timeout)

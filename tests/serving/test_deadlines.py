@@ -40,7 +40,7 @@ class Held:
         return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(pattern, line))
 
     def wait_for(self, pattern: str, value: float) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while self.value(pattern) != value:
             assert time.monotonic() < end, (pattern, value, self.value(pattern))
             time.sleep(0.01)
@@ -57,7 +57,7 @@ def held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     original = ServedModel.run
 
     def run(self: ServedModel, inputs: Any) -> Any:
-        gate.wait(60)
+        gate.wait(240)
         return original(self, inputs)
 
     monkeypatch.setattr(ServedModel, "run", run)
@@ -87,15 +87,15 @@ def test_a_request_without_time_left_is_not_admitted(held: Held) -> None:
 
 def test_the_answer_comes_at_the_deadline_even_while_the_model_runs(held: Held) -> None:
     begun = time.monotonic()
-    assert status_and_reason(held.rank(deadline_ms=150).result()) == (504, "deadline_response")
-    assert 0.14 < time.monotonic() - begun < 10
+    assert status_and_reason(held.rank(deadline_ms=600).result()) == (504, "deadline_response")
+    assert 0.59 < time.monotonic() - begun < 60
     assert held.rejected("deadline_response") == 1
 
 
 def test_a_request_that_expires_in_the_queue_is_never_scored(held: Held) -> None:
     first = held.rank()
     held.wait_for("opengem_running", 1)
-    assert status_and_reason(held.rank(deadline_ms=100).result()) == (504, "deadline_queue")
+    assert status_and_reason(held.rank(deadline_ms=500).result()) == (504, "deadline_queue")
     held.gate.set()
     assert first.result().status == 200
     held.wait_for("opengem_queue_waiting", 0)
@@ -110,7 +110,7 @@ def test_overload_is_shed_at_once(held: Held) -> None:
     begun = time.monotonic()
     answer = held.rank().result()
     assert status_and_reason(answer) == (429, "queue_full") and answer.headers["retry-after"] == "1"
-    assert time.monotonic() - begun < 10  # although the model is still held
+    assert time.monotonic() - begun < 60  # although the model is still held
     with triton_grpc.InferenceServerClient(held.addresses.grpc) as client:
         with pytest.raises(InferenceServerException, match=r"RESOURCE_EXHAUSTED.*the queue is full"):
             client.infer("feed", infer_inputs(triton_grpc, random_inputs(1, 2)))
@@ -124,18 +124,18 @@ def test_requests_in_flight_are_bounded_before_their_bodies_are_read(held: Held)
     host, port = held.addresses.http.split(":")
     open_ones = []
     for _ in range(6):
-        connection = HTTPConnection(host, int(port), timeout=30)
+        connection = HTTPConnection(host, int(port), timeout=120)
         connection.putrequest("POST", "/rank")
         connection.putheader("Content-Length", "1000")
         connection.endheaders()
         open_ones.append(connection)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while (answer := held.rank(deadline_ms=1).result()).status != 429:
         assert time.monotonic() < end
     assert "6 requests are in flight" in answer.json()["error"]
     for connection in open_ones:
         connection.close()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while held.rank(deadline_ms=1).result().status == 429:
         assert time.monotonic() < end
     held.wait_for('opengem_requests_rejected_total{.*reason="cancelled"', 6)
@@ -145,7 +145,7 @@ def test_a_client_that_leaves_frees_its_place(held: Held) -> None:
     first = held.rank()
     held.wait_for("opengem_running", 1)
     host, port = held.addresses.http.split(":")
-    connection = HTTPConnection(host, int(port), timeout=30)
+    connection = HTTPConnection(host, int(port), timeout=120)
     connection.request("POST", "/v2/models/feed/infer", *_binary_body())
     held.wait_for("opengem_queue_waiting", 1)
     connection.close()
@@ -167,7 +167,7 @@ def test_the_timeout_parameter_is_a_deadline(held: Held, protocol: str) -> None:
     module = {"http": triton_http, "grpc": triton_grpc}[protocol]
     address = getattr(held.addresses, protocol)
     with module.InferenceServerClient(address) as client, pytest.raises(InferenceServerException) as caught:
-        client.infer("feed", infer_inputs(module, random_inputs(1, 2)), timeout=100_000)
+        client.infer("feed", infer_inputs(module, random_inputs(1, 2)), timeout=500_000)
     assert caught.value.status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
     assert "the deadline passed while the request was being scored" in caught.value.message()
 
@@ -196,7 +196,7 @@ def test_shutting_down_finishes_what_was_admitted(tmp_path: Path, monkeypatch: p
 
     def run(self: ServedModel, inputs: Any) -> Any:
         entered.set()
-        gate.wait(60)
+        gate.wait(240)
         return original(self, inputs)
 
     monkeypatch.setattr(ServedModel, "run", run)
@@ -207,7 +207,7 @@ def test_shutting_down_finishes_what_was_admitted(tmp_path: Path, monkeypatch: p
         entered.clear()
         body = {**raw_request(2), "deadline_ms": 30_000}
         answer = config_pool.submit(http, addresses.http, "POST", "/rank", body)
-        assert entered.wait(20)
+        assert entered.wait(60)
         threading.Timer(0.3, gate.set).start()  # the block below this line is the shutdown
     assert answer.result().status == 200
     with pytest.raises(OSError):

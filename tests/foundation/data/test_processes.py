@@ -42,14 +42,14 @@ def test_ctrl_c_ends_all_at_once(tmp_path: Path, seconds: str, tasks_per_process
     process = started(tmp_path, seconds, tasks_per_process)
     os.killpg(process.pid, signal.SIGINT)
     # Ends when no process has the pipes open any more.
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=240)
     assert (said, errors, process.returncode) == ("interrupted\n", "", 0)
 
 
 def test_processes_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
     process = started(tmp_path, "3600", "0")
     process.kill()
-    assert process.communicate(timeout=60)[0] == ""
+    assert process.communicate(timeout=240)[0] == ""
 
 
 def started(folder: Path, seconds: str, tasks_per_process: str) -> subprocess.Popen[str]:
