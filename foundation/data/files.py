@@ -39,15 +39,21 @@ def atomic_dir(
         inputs: as in :func:`require_free`.
 
     Raises:
-        FileExistsError: `path` exists, is not empty, and `overwrite` is false. Raised before the block runs.
+        FileExistsError: `path` exists, is not empty, and `overwrite` is false; or another process is writing it. Raised
+            before the block runs, unless another process wrote `path` meanwhile.
         ValueError: what :func:`require_free` refuses to replace; `path` is a mount, which nothing can be renamed to.
         OSError: the disk is full, or the folder cannot be written. Nothing is left behind.
     """
     final = _target(path)
     if final.is_mount():
         raise ValueError(f"{path}: is a mount, which cannot be replaced as a whole; write to a folder below it")
-    _clear_stale(final)
+    writer = next((path for path in _clear_stale(final) if not path.name.endswith(_ASIDE)), None)
     require_free(final, overwrite=overwrite, inputs=inputs)
+    if writer and not overwrite:
+        raise FileExistsError(
+            f"{final} is being written by process {writer.name.split('-')[-1]}; choose another output, or wait for it. "
+            f"If that process does something else, remove {writer}"
+        )
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(final)
     aside = final.with_name(temporary.name + _ASIDE)
@@ -56,6 +62,7 @@ def atomic_dir(
         temporary.mkdir()
         yield temporary
         _sync_tree(temporary)
+        require_free(final, overwrite=overwrite)  # another process may have written it meanwhile
         _replace_dir(temporary, final, aside)
     except BaseException as error:
         with _undisturbed():
@@ -223,17 +230,25 @@ def _temporary(final: Path) -> Path:
     return final.with_name(f"{final.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
-def _clear_stale(final: Path) -> None:
-    """Removes what processes of this host that are gone left beside `final`, and what this one did."""
+def _clear_stale(final: Path) -> list[Path]:
+    """Removes what processes of this host that are gone left beside `final`, and what this one did.
+
+    Returns:
+        What is there of processes that are not gone.
+    """
+    kept = []
     left = re.compile(rf"{re.escape(final.name)}\.tmp-{re.escape(socket.gethostname())}-(\d+)({_ASIDE})?")
     for path in list(final.parent.glob(f"{glob.escape(final.name)}.tmp-*")):
         found = left.fullmatch(path.name)
-        if found is None or (int(found[1]) != os.getpid() and _alive(int(found[1]))):
+        if found is None:
             continue
-        if found[2]:
+        if int(found[1]) != os.getpid() and _alive(int(found[1])):
+            kept.append(path)
+        elif found[2]:
             _settle(path, final)
         else:
             _remove(path)
+    return kept
 
 
 def _alive(pid: int) -> bool:

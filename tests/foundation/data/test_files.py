@@ -232,6 +232,16 @@ def test_other_runs_temporary_is_left_alone(tmp_path: Path) -> None:
     with atomic_dir(tmp_path / "a", overwrite=True):
         pass
     assert running.exists()
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(FileExistsError, match=f"a is being written by process {os.getppid()}; choose another output"):
+        atomic_dir(tmp_path / "a").__enter__()
+
+
+def test_what_another_process_wrote_meanwhile_stays(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError, match="out exists; choose another output"), atomic_dir(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["out", "out/theirs"]
 
 
 @pytest.mark.parametrize("there", [True, False])
