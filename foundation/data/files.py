@@ -236,7 +236,7 @@ def _clear_stale(final: Path) -> list[Path]:
     Returns:
         What is there of processes that are not gone.
     """
-    kept = []
+    kept: list[Path] = []
     left = re.compile(rf"{re.escape(final.name)}\.tmp-{re.escape(socket.gethostname())}-(\d+)({_ASIDE})?")
     for path in list(final.parent.glob(f"{glob.escape(final.name)}.tmp-*")):
         found = left.fullmatch(path.name)

@@ -23,6 +23,7 @@ from foundation.training.checkpoint_files import (
     saved_keys,
     verify_files,
 )
+from foundation.training.launch import quiet_torchrec
 from foundation.training.origin import check_origin, other_code
 from foundation.training.state import AVERAGE, MODEL
 
@@ -59,6 +60,7 @@ def load_model(run: str | Path, which: str | int = "best", device: torch.device 
     Raises:
         CheckpointError: there is no such run or checkpoint, it is damaged, or it does not belong to the run's schema.
     """
+    quiet_torchrec()
     folder = Path(run)
     checkpoint = run_checkpoint(folder, which)
     manifest = read_manifest(checkpoint)

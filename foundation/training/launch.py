@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,12 @@ def pick_device(device: Device) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def quiet_torchrec() -> None:
+    """Without what TorchRec makes PyTorch say of TorchRec's own code, on every rank: nobody else can mend it."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # it asks a deprecated question
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec\.")  # and passes a deprecated argument
+
+
 @contextmanager
 def launched(*, device: Device, precision: Precision, log_folder: Path, log_from: int = 0) -> Iterator[Fabric]:
     """A Fabric with its process group, devices, precision and TensorBoard logger.
@@ -52,7 +59,7 @@ def launched(*, device: Device, precision: Precision, log_folder: Path, log_from
     """
     kind = pick_device(device).type
     gc.collect()  # sharded tables of an earlier run in this process hold one another in a ring
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # TorchRec asks it a deprecated question
+    quiet_torchrec()
     torchrun = dist.is_torchelastic_launched()
     local = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun else 1
     fabric = Fabric(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from foundation.training.checkpoint import load_model
 from foundation.training.checkpoint_files import CheckpointError, find_checkpoint
 from foundation.training.ema import EMAConfig
 from foundation.training.evaluate import evaluate
+from foundation.training.launch import quiet_torchrec
 from foundation.training.metrics import sigmoid
 from foundation.training.nonfinite import culprits
 from foundation.training.predict import PredictConfig, default_keys, predict
@@ -208,3 +210,14 @@ def test_prediction_columns_have_compact_types(data: Path, run: Path, tmp_path: 
     schema = pq.read_schema(tmp_path / "p.parquet")
     assert pa.types.is_dictionary(schema.field("task").type)
     assert schema.field("prediction").type == pa.float64()
+
+
+def test_what_torchrec_is_told_by_others_is_not_passed_on() -> None:
+    """Its use of what is deprecated is its own; that of anybody else is said."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet_torchrec()
+        for module in ("torchrec.distributed.model_parallel", "foundation.training.train"):
+            warnings.warn_explicit("old", FutureWarning, "file", 1, module)
+        warnings.warn_explicit("wrong", UserWarning, "file", 1, "torchrec.distributed.model_parallel")
+    assert [str(warning.message) for warning in told] == ["old", "wrong"]
