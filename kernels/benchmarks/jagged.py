@@ -24,25 +24,25 @@ COPIES = 8
 """Impressions of a request."""
 
 
-def passes(name: str, batch: int, longest: int, width: int, kind: str) -> list[Pass]:
+def passes(name: str, batch: int, longest: int, width: int, kind: str, device: str = "cuda") -> list[Pass]:
     """Forward and backward of every op; most backward passes are the forward pass of another."""
     lengths = packed_lengths(batch, longest, kind)
-    offsets = offsets_from_lengths(lengths).cuda()
+    offsets = offsets_from_lengths(lengths).to(device)
     rows, length = int(offsets[-1]), min(int(lengths.max()), longest)
-    x, y = torch.randn(2, rows, width, device="cuda").bfloat16()
-    dense = torch.randn(batch, width, device="cuda").bfloat16()
+    x, y = torch.randn(2, rows, width, device=device).bfloat16()
+    dense = torch.randn(batch, width, device=device).bfloat16()
     covered = 2 * width * int(lengths.clamp(max=length).sum())
     padded = op.to_padded(x, offsets, length)
-    joined, _ = op.concat(x, offsets, y, offsets)
+    joined, ends = op.concat(x, offsets, y, offsets)
     requests = max(batch // COPIES, 1)
     few = offsets[: requests + 1]
     source = x[: int(few[-1])]
-    index = torch.arange(requests, device="cuda").repeat_interleave(COPIES)
+    index = torch.arange(requests, device=device).repeat_interleave(COPIES)
     copies, new_offsets = op.gather_sequences(source, few, index, rising=True)
-    picks = torch.arange(rows, device="cuda") * 7919 % rows
-    owner = torch.arange(rows // COPIES, device="cuda").repeat_interleave(COPIES)
-    table = torch.randn(2048 + 64, width, device="cuda").bfloat16()
-    choice = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).cuda()
+    picks = torch.arange(rows, device=device) * 7919 % rows
+    owner = torch.arange(rows // COPIES, device=device).repeat_interleave(COPIES)
+    table = torch.randn(2048 + 64, width, device=device).bfloat16()
+    choice = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).to(device)
     found: list[Pass] = []
 
     def add(label: str, size: int, own: Callable[[], object], torch_own: Callable[[], object]) -> None:
@@ -54,8 +54,8 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str) -> list[P
 
     both("to_padded", covered + size_of(padded), "to_padded", x, offsets, length, 0.0, False)
     both("from_padded", covered + size_of(x), "from_padded", padded, offsets, rows, False)
-    both("concat", 2 * size_of(joined), "concat", x, y, offsets, offsets)
-    both("split", 2 * size_of(joined), "split", joined, offsets, offsets, rows)
+    both("concat", 2 * size_of(joined), "concat", x, y, offsets, ends)
+    both("split", 2 * size_of(joined), "split", joined, offsets, ends, rows)
     both("broadcast_add", 2 * size_of(x) + size_of(dense), "broadcast_add", x, offsets, dense)
     both("segment_sum (backward of broadcast_add)", size_of(x, dense), "segment_sum", x, offsets, False)
     both("segment_mean", size_of(x, dense), "segment_sum", x, offsets, True)

@@ -52,7 +52,7 @@ def kron_passes(count: int, tokens: int, width: int, outputs: int, terms: int) -
     def kernels() -> object:
         d_maps = mixed.t() @ grad.flatten(0, 1)
         d_mixed = (grad.flatten(0, 1) @ flat.t()).view(count, outputs * terms, width)
-        return d_maps, _mix_tokens_backward(d_mixed, x, matrix)
+        return d_maps, _mix_tokens_backward(d_mixed, x, mix)
 
     inputs = [x, mix, maps]
     return passes(case, size, size + size_of(x, mix, maps), inputs, grad, sum_kron, einsums, kernels, "einsums")

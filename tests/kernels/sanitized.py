@@ -24,7 +24,7 @@ from kernels.interaction import fm_block
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import reference as softmax_reference
 from kernels.norms import add_layer_norm, rms_norm
-from kernels.token_mixing import mix_tokens
+from kernels.token_mixing import mix_tokens, sum_kron
 
 LENGTHS = [3, 0, 200, 1, 129, 64, 0, 65, 2, 128]
 KEYS = [5, 7, 0, 130, 256, 1, 3, 64, 200, 63]
@@ -141,6 +141,7 @@ def interaction(masks: Masks) -> None:
         run("fm_block", fm_block, (x, y))
         run("fm_block, own Y", fm_block, (x, values(rows, tokens, rank)))
         run("mix_tokens", mix_tokens, (x, y))
+        run("sum_kron", sum_kron, (x, values(3, tokens, rank), values(3, width, 5)))
 
 
 def movement(masks: Masks) -> None:
