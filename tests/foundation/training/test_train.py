@@ -23,6 +23,7 @@ from foundation.training.evaluate import EvaluationConfig
 from foundation.training.loop import CheckpointConfig, Loop, TrainingError
 from foundation.training.optimizer import DenseConfig, DenseOptimizer
 from foundation.training.resume import ended_early
+from foundation.training.schedule import ScheduleConfig, rate_factor
 from foundation.training.sole_writer import sole_writer
 from foundation.training.state import Progress
 from foundation.training.train import TrainConfig, _prepare_folder, steps_of, train
@@ -36,15 +37,15 @@ class Crash(Exception):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "small"
-    small_run.dataset(path)
+    small_run.dataset(path, train_requests=60)
     return path
 
 
 @pytest.fixture(scope="module")
 def whole_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 steps, two epochs, never interrupted."""
+    """Two epochs of six steps, never interrupted."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    train(small_run.config(data, out, epochs=2, checkpoint=CheckpointConfig(every=7)))
+    train(small_run.config(data, out, epochs=2, checkpoint=CheckpointConfig(every=4)))
     return out
 
 
@@ -73,7 +74,8 @@ def test_a_run_leaves_what_its_folder_should_hold(data: Path, whole_run: Path) -
     assert [line["step"] for line in train_lines] == list(range(1, steps + 1))
     assert all(math.isfinite(line["loss"]) and line["gradient_norm"] > 0 for line in train_lines)
     assert train_lines[0]["rate_factor"] == pytest.approx(1 / 3)
-    assert train_lines[-1]["rate_factor"] < 0.02
+    last = rate_factor(ScheduleConfig(warmup_steps=3), steps - 1, steps)
+    assert train_lines[-1]["rate_factor"] == pytest.approx(last)
     validation = small_run.lines(whole_run, "validation")
     assert [line["step"] for line in validation] == [steps // 2, steps]
     assert set(validation[0]["metrics"]) == {"click", "like", "conversion"}
@@ -82,21 +84,21 @@ def test_a_run_leaves_what_its_folder_should_hold(data: Path, whole_run: Path) -
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, steps + 1))
     assert len(events.Scalars("validation/click/all/ne")) == 2
     again = parse_config(TrainConfig, ["--config", str(whole_run / "config.yaml")], name="train")
-    assert again == small_run.config(data, whole_run, epochs=2, checkpoint=CheckpointConfig(every=7))
+    assert again == small_run.config(data, whole_run, epochs=2, checkpoint=CheckpointConfig(every=4))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_that_was_interrupted_and_resumed_equals_one_that_was_not(
     data: Path, whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    config = small_run.config(data, tmp_path / "run", epochs=2, checkpoint=CheckpointConfig(every=7))
+    config = small_run.config(data, tmp_path / "run", epochs=2, checkpoint=CheckpointConfig(every=4))
     config = replace(config, reader=replace(config.reader, workers=workers))
     with monkeypatch.context() as patch:
-        crash_at(patch, 9)
+        crash_at(patch, 5)
         with pytest.raises(Crash):
             train(config)
     assert not (config.out / "manifest.json").exists()
-    assert small_run.lines(config.out)[-1]["step"] == 9
+    assert small_run.lines(config.out)[-1]["step"] == 5
     result = train(replace(config, resume=True))
     assert small_run.lines(config.out) == small_run.lines(whole_run)
     small_run.assert_same_tensors(small_run.tensors(config.out), small_run.tensors(whole_run))
@@ -135,7 +137,7 @@ def test_layers_measured_alone_change_nothing_and_are_in_every_line(
     train(config)
     entries = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     found = [entry["local_mfu"] for entry in entries if entry["kind"] == "train"]
-    assert len(found) > 20
+    assert len(found) == len(small_run.lines(whole_run, "train"))
     assert all(0 < own["cross"] < 1 and own.keys() >= {"attention", "gdpa", "heads", "interaction"} for own in found)
     small_run.assert_same_tensors(small_run.tensors(config.out), small_run.tensors(whole_run))
 
@@ -247,9 +249,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
 
 
 def test_a_skipped_step_leaves_the_weights(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(small_run.config(data, tmp_path / "two", max_steps=2, schedule=small_run.ScheduleConfig(decay="constant")))
+    train(small_run.config(data, tmp_path / "two", max_steps=2, schedule=ScheduleConfig(decay="constant")))
     break_loss(monkeypatch, {3})
-    train(small_run.config(data, tmp_path / "three", max_steps=3, schedule=small_run.ScheduleConfig(decay="constant")))
+    train(small_run.config(data, tmp_path / "three", max_steps=3, schedule=ScheduleConfig(decay="constant")))
     small_run.assert_same_tensors(small_run.tensors(tmp_path / "two"), small_run.tensors(tmp_path / "three"))
 
 
@@ -258,7 +260,7 @@ def test_too_many_broken_steps_in_a_row_stop_the_run(
 ) -> None:
     break_loss(monkeypatch, {2, 4, 5, 6})
     with pytest.raises(TrainingError, match=r"step 6: 3 steps in a row .* nothing in the batch .* a value overflowed"):
-        train(small_run.config(data, tmp_path / "run", max_steps=9, max_skipped=3, log_every=4))
+        train(small_run.config(data, tmp_path / "run", epochs=2, max_skipped=3, log_every=4))
     found = read_efficiency(tmp_path / "run")
     assert found.ended == "failed: TrainingError" and found.steps >= 5  # those after the last whole interval too
     assert sum(found.seconds.values()) == pytest.approx(found.wall, rel=0.01)
@@ -278,9 +280,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
 def test_early_stop_keeps_the_best_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, [0.9, 0.8, math.nan, 0.85, 0.7])
     evaluation = EvaluationConfig(every=2, metric="click/all/ne", patience=2)
-    result = train(small_run.config(data, tmp_path / "run", evaluation=evaluation))
+    result = train(small_run.config(data, tmp_path / "run", epochs=2, evaluation=evaluation))
     assert result.ended == "stopped early" and result.steps == 8
-    stopped = small_run.config(data, tmp_path / "run", evaluation=evaluation, resume=True)
+    stopped = small_run.config(data, tmp_path / "run", epochs=2, evaluation=evaluation, resume=True)
     assert str(train(stopped)) == str(result)
     assert result.best == 0.8 and result.best_step == 4 and result.checkpoint.name == "step-00000004"
     assert result.metrics["click"]["all"]["ne"] == 0.8
@@ -291,7 +293,7 @@ def test_early_stop_keeps_the_best_checkpoint(data: Path, tmp_path: Path, monkey
 
 def test_larger_is_better_for_auc(data: Path, tmp_path: Path) -> None:
     evaluation = EvaluationConfig(every=2, metric="click/all/auc")
-    result = train(small_run.config(data, tmp_path / "run", max_steps=8, evaluation=evaluation))
+    result = train(small_run.config(data, tmp_path / "run", epochs=2, max_steps=8, evaluation=evaluation))
     chosen = [line["chosen"] for line in small_run.lines(tmp_path / "run", "validation")]
     assert result.best == max(chosen) and result.best_step == 2 * (1 + chosen.index(max(chosen)))
 
@@ -356,7 +358,8 @@ def test_gradients_of_several_batches_are_averaged_where_tables_stand_still(
 
     monkeypatch.setattr(DenseOptimizer, "clip", clip)
     settings = {"sparse": SparseConfig(lr=0.0), "dense": DenseConfig(lr=0.01, clip_norm=0.0), "accumulate": 3}
-    config = small_run.config(data, tmp_path / "run", max_steps=8, checkpoint=CheckpointConfig(every=5), **settings)
+    settings |= {"max_steps": 8, "reader": ReaderConfig(batch_size=16, shuffle_window=100, workers=0)}
+    config = small_run.config(data, tmp_path / "run", checkpoint=CheckpointConfig(every=5), **settings)
     result = train(config)
     assert result.steps == 8 and groups == [3, 2, 3]  # one ends before the checkpoint
     first, last = (small_run.tensors(config.out, which) for which in (5, "latest"))
