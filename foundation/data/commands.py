@@ -31,6 +31,7 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
     Args:
         command: takes the arguments without the program's name.
     """
+    _open_standard_streams()
     ended_by: list[int] = []
     try:
         with _sigterm_raises(ended_by):
@@ -57,6 +58,13 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
             "error: one of the processes was killed, mostly for want of memory; use fewer `processes`", file=sys.stderr
         )
         return USAGE_ERROR
+
+
+def _open_standard_streams() -> None:
+    """Opens what a caller has closed (`>&-`): the next file opened would take its place, and get what is printed."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
 
 
 @contextmanager

@@ -87,6 +87,19 @@ def test_sigterm_ends_forks_and_ranks_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert callable(found[0]) and found[1:] == [-signal.SIGTERM, signal.SIG_DFL, -signal.SIGTERM]
 
 
+def test_streams_that_a_caller_has_closed_are_not_the_next_file(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom foundation.data.commands import run_command\n"
+        "def command(arguments):\n"
+        "    assert open(arguments[0], 'w').fileno() > 2 and not sys.stdout.isatty()\n"
+        "    print('said'), print('said', file=sys.stderr), os.write(2, b'said')\n"
+        "sys.exit(run_command(command, sys.argv[1:]))"
+    )
+    line = 'exec "$@" <&- >&- 2>&-'
+    found = subprocess.run(["sh", "-c", line, "sh", sys.executable, "-c", code, str(tmp_path / "file")], cwd=ROOT)
+    assert found.returncode == 0 and (tmp_path / "file").read_bytes() == b""
+
+
 def test_a_command_has_its_own_status() -> None:
     assert run_command(lambda arguments: None, []) == 0
     assert run_command(lambda arguments: len(arguments), ["a", "b", "c"]) == 3
