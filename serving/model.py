@@ -8,18 +8,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnxruntime as ort
 
 from foundation.data.encoding import Encoder, EncodingError, TensorSpec, model_signature
+from foundation.data.onnx_runtime import onnx_runtime
 from foundation.data.schema import Schema, SchemaError
 from foundation.data.value_expression import ValueExpression, ValueExpressionError
 from serving.codec import datatype_of
 from serving.encoder import RequestEncoder
 from serving.errors import Reason, ServingError, invalid
 from serving.manifest import MODEL, Manifest, ModelError
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 GOLDEN_TOLERANCE = 1e-5
 """Largest allowed difference between a golden score and its replay; the bound of the exporter's parity gate."""
@@ -43,7 +46,7 @@ class ModelLimits:
         for key in ("max_candidates", "max_requests"):
             if getattr(self, key) < 1:
                 raise ValueError(f"limits.{key}: must be at least 1, got {getattr(self, key)}")
-        available = ort.get_available_providers()
+        available = onnx_runtime().get_available_providers()
         for provider in self.providers:
             if provider not in available:
                 raise ValueError(f"limits.providers: {provider!r} is not one of {', '.join(available)}")
@@ -230,17 +233,19 @@ class ServedModel:
 def _session(path: Path, limits: ModelLimits) -> ort.InferenceSession:
     """A session of one thread that never spins: requests run side by side on the scheduler's threads, and
     onnxruntime's own pool would size itself by the machine, not by the container."""
-    options = ort.SessionOptions()
+    runtime = onnx_runtime()
+    options = runtime.SessionOptions()
     options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.execution_mode = runtime.ExecutionMode.ORT_SEQUENTIAL
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     try:
-        return ort.InferenceSession(str(path), options, providers=list(limits.providers))
+        session: ort.InferenceSession = runtime.InferenceSession(str(path), options, providers=list(limits.providers))
     except Exception as error:  # onnxruntime has no common base class for its errors
         raise ModelError(f"{path}: onnxruntime cannot load it: {error}") from None
+    return session
 
 
 def _check_signature(path: Path, session: ort.InferenceSession, manifest: Manifest, schema: Schema) -> None:

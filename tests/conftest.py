@@ -10,8 +10,12 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
+from foundation.data.onnx_runtime import SWITCH
+
 # Before numpy and torch are imported: the tests run in several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before onnxruntime is, which tests do themselves.
+os.environ.setdefault(SWITCH, "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

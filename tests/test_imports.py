@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from foundation.data.onnx_runtime import SWITCH
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "foundation", "value_models", "transfer", "serving")
@@ -25,6 +28,7 @@ ALLOWED = {
         "foundation.data.encoding",
         "foundation.data.ids",
         "foundation.data.value_expression",
+        "foundation.data.onnx_runtime",
     ),
 }
 # Distributions that are not called like their package.
@@ -144,6 +148,7 @@ def test_serving_imports_without_torch_and_arrow() -> None:
         "foundation.data.schema",
         "foundation.data.encoding",
         "foundation.data.value_expression",
+        "foundation.data.onnx_runtime",
         "foundation.data.files",
         "foundation.data.progress",
         "foundation.data.settings",
@@ -155,6 +160,29 @@ def test_serving_imports_without_torch_and_arrow() -> None:
 def test_module_imports_without_torch(module: str) -> None:
     result = run_without(HEAVY, f"import {module}")
     assert result.returncode == 0, result.stderr
+
+
+def test_onnx_runtime_is_imported_where_its_telemetry_is_switched_off() -> None:
+    """Types aside, which are not imported when the program runs."""
+    found = [
+        path.relative_to(ROOT)
+        for path in python_files(*PACKAGES)
+        if re.search(
+            r"^\s*(import|from) onnxruntime", re.sub(r"if TYPE_CHECKING:\n(    .*\n)+", "", path.read_text()), re.M
+        )
+    ]
+    assert found == [Path("foundation/data/onnx_runtime.py")]
+
+
+def test_onnx_runtime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
+    """Telemetry would keep a database and an id of the machine there. It is off where CI is set, too."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "XDG_CACHE_HOME", SWITCH)}
+    code = "from foundation.data.onnx_runtime import onnx_runtime; print(onnx_runtime().get_available_providers())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**kept, "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert "CPUExecutionProvider" in found.stdout, found.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_blocker_blocks() -> None:

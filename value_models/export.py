@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import Tensor, nn
 
 from foundation.data.encoding import model_signature
 from foundation.data.files import atomic_dir, atomic_write
+from foundation.data.onnx_runtime import onnx_runtime
 from foundation.data.settings import show
 from foundation.data.value_expression import ValueExpression
 from value_models.manifest import (
@@ -104,6 +104,7 @@ def export(config: ExportConfig) -> ExportResult:
         ValueError: a bad name or value expression.
     """
     show(config, "export")
+    onnx_runtime()  # refuses here, not after the work, where it is not installed
     student = load_student(config.student)
     name = check_name(config.name or student.surface)
     value = ValueExpression.parse(config.value or student.schema.task_names[0], student.schema.task_names).text
@@ -209,10 +210,11 @@ class Session:
     """
 
     def __init__(self, path: Path) -> None:
-        options = onnxruntime.SessionOptions()
+        runtime = onnx_runtime()
+        options = runtime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def __call__(self, inputs: Inputs) -> np.ndarray:
         """Probabilities float32 ``[N, K]`` of named inputs."""

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-import onnxruntime as ort
 
+from foundation.data.onnx_runtime import onnx_runtime
 from serving.benchmarks.client import HttpPool, grpc_call
 from serving.benchmarks.requests import grpc_request, infer_body, rank_body
 from serving.model import ServedModel
@@ -101,7 +101,7 @@ def load(config: LoadConfig) -> list[LoadResult]:
     model = repository.load(config.model)
     direct = direct_ms(model, config.candidates)
     print(f"{config.api}, N = {config.candidates}, budget {config.budget_ms:g} ms, {os.cpu_count()} cores")
-    print(f"onnxruntime {ort.__version__}, grpcio {grpc.__version__}, Python {platform.python_version()}")
+    print(f"onnxruntime {onnx_runtime().__version__}, grpcio {grpc.__version__}, Python {platform.python_version()}")
     print(f"the model alone, one thread: {direct:.2f} ms")
     columns = ("rate/s", "goodput/s", "in budget", "p50 ms", "x alone", "p99 ms", "cpu ms")
     print(" ".join(f"{name:>9}" for name in columns), " answers")
