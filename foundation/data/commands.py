@@ -127,9 +127,10 @@ def _in_main_thread() -> bool:
 def _said(error: Exception) -> str:
     """What is wrong, in one line; of the system's errors the path first, under its final name."""
     text = str(error)
-    if isinstance(error, OSError) and error.errno and error.filename:
-        final = re.sub(r"\.tmp-[^/]*-[0-9]+(-old)?", "", os.fsdecode(error.filename))
-        text = f"{final}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno:  # without a number it is what we say
+        if error.filename:
+            text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        text = re.sub(r"\.tmp-[^/\s]*-[0-9]+(-old)?", "", text)
     elif isinstance(error, MemoryError):
         text = f"there is not enough memory for sizes such as these{f' ({text})' if text else ''}"
     return " ".join(text.split())

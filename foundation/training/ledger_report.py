@@ -97,16 +97,16 @@ def report(config: ReportConfig) -> None:
         runs.append(read_efficiency(config.against, baseline))
         page = f"ledger-and-{config.against.resolve().name}.html"
     out = config.out or config.run / page
+    _print(runs)  # first: the folder of somebody else's run may be for reading only
     _write(runs, config.run, out)
-    _print(runs)
     _console().print(f"page: {out}", markup=False)
 
 
 def publish(run: Path) -> None:
     """What training does with the ledger at its end: prints it, and writes `ledger.json` and the page."""
     runs = [read_efficiency(run)]
-    _write(runs, run, run / PAGE)
     _print(runs, brief=True)
+    _write(runs, run, run / PAGE)
 
 
 def largest_loss(run: Efficiency) -> tuple[str, float, str]:

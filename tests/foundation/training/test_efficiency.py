@@ -237,3 +237,16 @@ def test_durations_and_bars() -> None:
     ]  # fmt: skip
     empty = waterfall({COMPUTE: 0.0}, "nothing <yet>")
     assert "nothing &lt;yet&gt;" in empty and empty.count("<rect") == 1
+
+
+def test_a_run_that_can_only_be_read_is_shown_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    run = run_folder(tmp_path / "run", example())
+    monkeypatch.setattr("foundation.training.ledger_report._write", refused)
+    with pytest.raises(PermissionError):
+        report(ReportConfig(run=run))
+    assert "Where the time went" in capsys.readouterr().out
