@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from kernels.benchmarks import block_attention, gdpa, interaction, jagged, jagged_attention, norms, token_mixing
+from kernels.benchmarks import block_attention, gdpa, host, interaction, jagged, jagged_attention, norms, token_mixing
 
 TABLES = {
     "gdpa": gdpa.main,
@@ -14,6 +14,7 @@ TABLES = {
     "norms": norms.main,
     "interaction": interaction.main,
     "token_mixing": token_mixing.main,
+    "host": host.main,
 }
 
 
