@@ -5,6 +5,7 @@ Both `opengem COMMAND` and the modules that are run by `python -m` go through `r
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
     Args:
         command: takes the arguments without the program's name.
     """
-    _open_standard_streams()
+    _make_streams_sure()
     ended_by: list[int] = []
     try:
         with _sigterm_raises(ended_by):
@@ -60,11 +61,17 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
         return USAGE_ERROR
 
 
-def _open_standard_streams() -> None:
-    """Opens what a caller has closed (`>&-`): the next file opened would take its place, and get what is printed."""
+def _make_streams_sure() -> None:
+    """Opens what a caller has closed (`>&-`): the next file opened would take its place, and get what is printed.
+
+    And stdout, like stderr, takes what its encoding does not have: the name of a file must not end a command that has
+    written it.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

@@ -104,6 +104,16 @@ def test_streams_that_a_caller_has_closed_are_not_the_next_file(tmp_path: Path) 
     assert found.returncode == 0 and (tmp_path / "file").read_bytes() == b""
 
 
+def test_what_stdout_cannot_encode_is_no_error() -> None:
+    code = (
+        "from foundation.data.commands import run_command; print(run_command(lambda _: print('\\udc80 \\u00e9'), []))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
+    )
+    assert found.stdout == b"\\udc80 \\xe9\n0\n", found.stderr
+
+
 def test_a_command_has_its_own_status() -> None:
     assert run_command(lambda arguments: None, []) == 0
     assert run_command(lambda arguments: len(arguments), ["a", "b", "c"]) == 3
