@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -317,10 +318,15 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, processes: int) -> None:
         text=True,
         start_new_session=True,
     )
-    while not list(tmp_path.glob("raw.tmp-*/users.parquet")):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-    os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=240)
+    try:
+        while not list(tmp_path.glob("raw.tmp-*/users.parquet")):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pytest.fail(f"ended with status {process.wait(0.05)}")
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=240)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert error.splitlines()[-1] == "interrupted"
     assert "Traceback" not in error

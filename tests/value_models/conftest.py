@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +67,23 @@ def student_folder(student: Student, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def exported(student_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ExportResult:
+def traced(student_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ExportResult, Any]:
+    """One real export and what PyTorch made of the student, which takes a quarter of a minute."""
+    programs = []
+    trace = torch.onnx.export
+
+    def kept(*args: Any, **options: Any) -> Any:
+        programs.append(trace(*args, **options))
+        return programs[-1]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.onnx, "export", kept)
+        out = tmp_path_factory.mktemp("models")
+        result = export(ExportConfig(student=student_folder, out=out, value="click * (1 + conversion)"))
+    return result, programs[0]
+
+
+@pytest.fixture(scope="session")
+def exported(traced: tuple[ExportResult, Any]) -> ExportResult:
     """One real export; tests that change it copy it first."""
-    out = tmp_path_factory.mktemp("models")
-    return export(ExportConfig(student=student_folder, out=out, value="click * (1 + conversion)"))
+    return traced[0]
