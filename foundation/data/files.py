@@ -54,12 +54,11 @@ def atomic_dir(
             f"{final} is being written by process {writer.name.split('-')[-1]}; choose another output, or wait for it. "
             f"If that process does something else, remove {writer}"
         )
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(final)
+    temporary, above = _temporary(final), _not_there(final.parents)
     aside = final.with_name(temporary.name + _ASIDE)
     # Ctrl-C can come after any step, so all that leave something are in the block.
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         yield temporary
         _sync_tree(temporary)
         require_free(final, overwrite=overwrite)  # another process may have written it meanwhile
@@ -68,6 +67,7 @@ def atomic_dir(
         with _undisturbed():
             shutil.rmtree(temporary, ignore_errors=True)
             _settle(aside, final)
+            _remove_empty(above)
         _name_full_disk(error, final)
         raise
 
@@ -86,17 +86,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     if final.is_dir():
         raise IsADirectoryError(f"{final} is a folder; a file is to be written there, choose another output")
     require_folder_above(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
     _clear_stale(final)
-    temporary = _temporary(final)
+    temporary, above = _temporary(final), _not_there(final.parents)
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         _sync(temporary)
         os.replace(temporary, final)
         _sync(final.parent)
     except BaseException as error:
-        with _undisturbed(), suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        with _undisturbed():
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            _remove_empty(above)
         _name_full_disk(error, final)
         raise
 
@@ -228,6 +230,17 @@ def _target(path: str | Path) -> Path:
 def _temporary(final: Path) -> Path:
     """The name beside `final` that is this process's own."""
     return final.with_name(f"{final.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def _not_there(folders: Iterable[Path]) -> list[Path]:
+    return [folder for folder in folders if not folder.exists()]
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes the folders that were made for nothing; the inner ones come first."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _clear_stale(final: Path) -> list[Path]:

@@ -109,8 +109,7 @@ def test_the_gate_refuses_a_graph_that_differs(
     monkeypatch.setattr(export_module, "write_onnx", broken)
     with pytest.raises(ParityError, match=r"case 'real rows': scores differ by"):
         export(ExportConfig(student=student_folder, out=tmp_path / "models"))
-    assert not [p for p in (tmp_path / "models").rglob("*") if p.is_file()]
-    assert not [p for p in (tmp_path / "models" / "feed").iterdir()]
+    assert not (tmp_path / "models").exists()
 
 
 def test_the_gate_refuses_wrong_shapes_nan_and_crashes() -> None:

@@ -269,6 +269,14 @@ def test_a_mount_is_refused_before_the_block_runs(tmp_path: Path, monkeypatch: p
         pass
 
 
+def test_folders_that_were_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for output in (atomic_dir, atomic_path):
+        with pytest.raises(KeyboardInterrupt), output(tmp_path / "mine" / "models" / "feed" / "1"):
+            raise KeyboardInterrupt
+        assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+
+
 def test_a_folder_is_emptied_and_stays(tmp_path: Path) -> None:
     kept, folder = tmp_path / "kept", tmp_path / "folder"
     for path in (kept, folder):
