@@ -77,10 +77,9 @@ def _videos(count: int = 40) -> pa.Table:
     return pa.table(columns)
 
 
-@pytest.fixture
-def download(tmp_path: Path) -> Path:
+def write_download(folder: Path) -> Path:
     """A tiny download of KuaiRand-1K: CSV files below `data`, the first log in two parts, no list of earlier videos."""
-    folder = tmp_path / "KuaiRand-1K" / "data"
+    folder = folder / "KuaiRand-1K" / "data"
     folder.mkdir(parents=True)
     early, late = _log(300, 0, 2, 0), _log(500, 2, 19, 1)
     pacsv.write_csv(early.slice(0, 150), folder / "log_standard_4_08_to_4_21_1k_part1.csv")
@@ -90,6 +89,19 @@ def download(tmp_path: Path) -> Path:
     pacsv.write_csv(_users(), folder / "user_features_1k.csv")
     pacsv.write_csv(_videos(), folder / "video_features_basic_1k.csv")
     return folder.parent
+
+
+@pytest.fixture
+def download(tmp_path: Path) -> Path:
+    """A download that a test may change."""
+    return write_download(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> PrepareResult:
+    """What becomes of a download with no other options."""
+    folder = tmp_path_factory.mktemp("plain")
+    return prepare_kuairand(config(write_download(folder), folder / "out"))
 
 
 def config(source: Path, out: Path, **changes: Any) -> KuaiRandConfig:
@@ -122,14 +134,13 @@ def test_the_preset_has_the_features_of_the_peers() -> None:
     assert schema.surface.column == "tab"
 
 
-def test_a_full_download_without_earlier_videos(download: Path, tmp_path: Path) -> None:
-    result = prepare_kuairand(config(download, tmp_path / "out"))
-    rows = read(result)
+def test_a_full_download_without_earlier_videos(plain: PrepareResult) -> None:
+    rows = read(plain)
     log = pa.concat_tables([_log(300, 0, 2, 0), _log(500, 2, 19, 1)]).to_pylist()
     kept: dict[tuple[int, int, int], dict[str, Any]] = {}
     for row in log:
         kept.setdefault((row["user_id"], row["video_id"], row["time_ms"]), row)
-    assert result.manifest["counts"]["duplicates_dropped"] == len(log) - len(kept)
+    assert plain.manifest["counts"]["duplicates_dropped"] == len(log) - len(kept)
     keys = [(r["time_ms"], r["user_id"], r["video_id"]) for r in rows]
     assert keys == sorted((t, u, v) for u, v, t in kept)
     for row in rows:
@@ -137,18 +148,17 @@ def test_a_full_download_without_earlier_videos(download: Path, tmp_path: Path) 
         assert all(row[name] == raw[name] for name in ("is_click", "long_view", "is_like", "is_profile_enter", "tab"))
         assert all(t < row["time_ms"] for t in row["shown_time_ms"] + row["clicked_time_ms"])
     cut = APRIL_20 + 14 * DAY
-    assert result.rows["train"] == sum(k[0] < cut for k in keys)
-    assert result.rows["train"] + result.rows["validation"] == sum(k[0] < cut + 2 * DAY for k in keys)
-    assert examine(result.out).exit_code == 0
+    assert plain.rows["train"] == sum(k[0] < cut for k in keys)
+    assert plain.rows["train"] + plain.rows["validation"] == sum(k[0] < cut + 2 * DAY for k in keys)
+    assert examine(plain.out).exit_code == 0
 
 
-def test_sentinels_are_missing_and_counted(download: Path, tmp_path: Path) -> None:
-    result = prepare_kuairand(config(download, tmp_path / "out"))
-    counts = result.manifest["counts"]["missing_values"]
+def test_sentinels_are_missing_and_counted(plain: PrepareResult) -> None:
+    counts = plain.manifest["counts"]["missing_values"]
     assert counts["users.is_live_streamer"] == 7 and counts["users.user_active_degree"] == 1
     assert counts["users.onehot_feat12"] == 1 and counts["videos.upload_type"] == 1
     assert counts["videos.music_type"] == 1 and counts["videos.tag"] == 1
-    for row in read(result):
+    for row in read(plain):
         assert row["is_live_streamer"] == (None if row["user_id"] % 2 else 1)
         assert row["user_active_degree"] == (None if row["user_id"] == 3 else "full_active")
         assert row["onehot_feat12"] == (None if row["user_id"] == 5 else row["user_id"] % 3)
@@ -156,19 +166,18 @@ def test_sentinels_are_missing_and_counted(download: Path, tmp_path: Path) -> No
         assert row["tag"] == (None if row["video_id"] == 7 else row["video_id"] % 5), "the first of its tags"
 
 
-def test_duration_buckets_are_equal_parts_of_the_training_rows(download: Path, tmp_path: Path) -> None:
-    result = prepare_kuairand(config(download, tmp_path / "out"))
-    edges = result.manifest["duration_bucket_edges_ms"]
+def test_duration_buckets_are_equal_parts_of_the_training_rows(plain: PrepareResult) -> None:
+    edges = plain.manifest["duration_bucket_edges_ms"]
     assert len(edges) == 19 and edges == sorted(set(edges))
-    for row in read(result):
+    for row in read(plain):
         assert row["duration_bucket"] == sum(edge <= row["duration_ms"] for edge in edges)
-    train = pq.read_table(result.out / "train", columns=["duration_bucket"])["duration_bucket"]
+    train = pq.read_table(plain.out / "train", columns=["duration_bucket"])["duration_bucket"]
     sizes = pc.value_counts(train).field("counts").to_pylist()
     assert len(sizes) == 20 and max(sizes) - min(sizes) <= 3
 
 
-def test_earlier_days_may_serve_as_history_only(download: Path, tmp_path: Path) -> None:
-    whole = read(prepare_kuairand(config(download, tmp_path / "whole")))
+def test_earlier_days_may_serve_as_history_only(download: Path, plain: PrepareResult, tmp_path: Path) -> None:
+    whole = read(plain)
     result = prepare_kuairand(config(download, tmp_path / "late", rows_from="2022-04-25"))
     rows = read(result)
     assert len(rows) + result.manifest["counts"]["history_only_rows"] == len(whole)
