@@ -186,6 +186,15 @@ def test_every_dialect_of_csv_gives_the_same_columns(connection: ibis.BaseBacken
     assert [(r["id"], r["x"]) for r in found] == [(i, 0.5) for i in range(60)]
 
 
+def test_a_question_mark_in_the_output_is_refused(tmp_path: Path) -> None:
+    """DuckDB would take what follows for settings, and write elsewhere."""
+    work = tmp_path / "is it?so"
+    work.mkdir()
+    with pytest.raises(PrepareError, match=r"^out: there must be no \? in its path; choose another$"):
+        connect(work, 1.0, 1)
+    assert not list(work.iterdir())
+
+
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match=rf"log: {tmp_path}: is a folder; name its files, such as"):
         expand([tmp_path], "log")
