@@ -10,18 +10,15 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from foundation.data.signals import in_main_thread, signals_go_to
+
 USAGE_ERROR = 2
 INTERRUPTED = 130
 TERMINATED = 143
-
-
-class Terminated(KeyboardInterrupt):
-    """The system wants the command to end, which it does as after Ctrl-C."""
 
 
 def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> int:
@@ -38,7 +35,7 @@ def run_command(command: Callable[[list[str]], Any], arguments: list[str]) -> in
         with _sigterm_raises(ended_by):
             return int(command(arguments) or 0)
     except KeyboardInterrupt:
-        # Lightning makes a KeyboardInterrupt of its own of both.
+        # It does not tell which of the two it was: Lightning raises one of its own.
         print("terminated" if ended_by else "interrupted", file=sys.stderr)
         return TERMINATED if ended_by else INTERRUPTED
     except BrokenPipeError:
@@ -87,18 +84,13 @@ def nothing_to_tidy() -> Iterator[None]:
         os.write(2, f"{text}\n".encode())
         os._exit(status)
 
-    caught = [number for number in said if _in_main_thread() and callable(signal.getsignal(number))]
-    before = [signal.signal(number, handler) for number in caught]
-    try:
+    with signals_go_to(handler):
         yield
-    finally:
-        for number, old in zip(caught, before, strict=True):
-            signal.signal(number, old)
 
 
 @contextmanager
 def _sigterm_raises(ended_by: list[int]) -> Iterator[None]:
-    """SIGTERM raises :class:`Terminated`, so that no half output and no process stays; a second one ends at once.
+    """SIGTERM is a Ctrl-C, so that no half output and no process stays; a second one ends at once.
 
     The signal is put into `ended_by` too.
 
@@ -107,7 +99,7 @@ def _sigterm_raises(ended_by: list[int]) -> Iterator[None]:
     """
     owner = os.getpid()
     others = "TORCHELASTIC_RUN_ID" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    if others or not _in_main_thread():
+    if others or not in_main_thread():
         yield
         return
 
@@ -116,7 +108,7 @@ def _sigterm_raises(ended_by: list[int]) -> Iterator[None]:
         if os.getpid() != owner:  # in a fork
             os.kill(os.getpid(), number)
         ended_by.append(number)
-        raise Terminated
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, handler)
     try:
@@ -124,11 +116,6 @@ def _sigterm_raises(ended_by: list[int]) -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _in_main_thread() -> bool:
-    """Whether this is the thread that may set handlers of signals."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _said(error: Exception) -> str:

@@ -25,7 +25,7 @@ from foundation.data.files import atomic_write
 from foundation.data.index import index_files
 from foundation.data.schema import Schema
 from foundation.data.storage import DatasetError, is_url, join, list_parquet, open_parquet, read_bytes
-from foundation.data.yaml_text import load_yaml
+from foundation.data.yaml_text import load_yaml, yaml_fault
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
@@ -223,7 +223,7 @@ def _schema(path: str) -> Schema:
     try:
         return Schema.from_dict(load_yaml(read_bytes(path)), source=path)
     except yaml.YAMLError as error:
-        raise DatasetError(f"{path}: not a YAML file: {error}") from None
+        raise DatasetError(f"{path}: {yaml_fault(error)}") from None
 
 
 def _encoder(path: str, schema: Schema) -> Encoder:

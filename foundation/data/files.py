@@ -15,10 +15,11 @@ import re
 import shutil
 import signal
 import socket
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from foundation.data.signals import signals_go_to
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system answers when a file does not fit."""
@@ -64,7 +65,7 @@ def atomic_dir(
         require_free(final, overwrite=overwrite)  # another process may have written it meanwhile
         _replace_dir(temporary, final, aside)
     except BaseException as error:
-        with _undisturbed():
+        with signals_go_to(signal.SIG_IGN):  # a second Ctrl-C does not disturb the tidying up
             shutil.rmtree(temporary, ignore_errors=True)
             _settle(aside, final)
             _remove_empty(above)
@@ -95,7 +96,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, final)
         _sync(final.parent)
     except BaseException as error:
-        with _undisturbed():
+        with signals_go_to(signal.SIG_IGN):
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             _remove_empty(above)
@@ -204,22 +205,6 @@ def _name_full_disk(error: BaseException, final: Path) -> None:
     if full is not None:
         code = full.errno or errno.ENOSPC
         raise OSError(code, f"{os.strerror(code)}; nothing was written", str(final)) from error
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C does nothing while what the first one left is removed."""
-    caught = [
-        number
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(number))
-    ]
-    before = [signal.signal(number, signal.SIG_IGN) for number in caught]
-    try:
-        yield
-    finally:
-        for number, handler in zip(caught, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _target(path: str | Path) -> Path:

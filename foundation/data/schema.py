@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 
-from foundation.data.yaml_text import RepeatedKeyError, load_yaml
+from foundation.data.yaml_text import load_yaml, yaml_fault
 
 MISSING_ROW = 0
 UNKNOWN_ROW = 1
@@ -168,10 +168,8 @@ class Schema:
             data = load_yaml(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise SchemaError(f"{path}: no such schema file") from None
-        except RepeatedKeyError as error:
-            raise SchemaError(f"{path}: {error}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise SchemaError(f"{path}: not a YAML file: {error}") from None
+            raise SchemaError(f"{path}: {yaml_fault(error)}") from None
         return Schema.from_dict(data, source=str(path))
 
     @staticmethod

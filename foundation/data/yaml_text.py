@@ -25,6 +25,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def yaml_fault(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong with a text that `load_yaml` or the decoding refused; the caller names the file."""
+    return str(error) if isinstance(error, RepeatedKeyError) else f"not a YAML file: {error}"
+
+
 def load_yaml(text: str | bytes) -> Any:
     """The plain values of a YAML text.
 

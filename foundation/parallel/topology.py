@@ -17,7 +17,7 @@ from typing import Literal
 import yaml
 
 from foundation.data import settings
-from foundation.data.yaml_text import RepeatedKeyError, load_yaml
+from foundation.data.yaml_text import load_yaml, yaml_fault
 
 Link = Literal["none", "host", "zone", "cluster"]
 Wire = Literal["fp32", "bf16", "fp8"]
@@ -73,10 +73,8 @@ class Topology:
         path = settings.preset(name, "topology", "topology")
         try:
             values = load_yaml(path.read_text(encoding="utf-8"))
-        except RepeatedKeyError as error:
-            raise ValueError(f"{path}: {error}") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a YAML file: {error}") from None
+            raise ValueError(f"{path}: {yaml_fault(error)}") from None
         known = {f.name: f.type for f in fields(Topology)}
         if not isinstance(values, dict):
             raise ValueError(f"{path}: expected keys and numbers, such as gpus_per_host: 8")

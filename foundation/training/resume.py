@@ -63,12 +63,13 @@ def begins(out: Path, *, resume: bool, overwrite: bool, inputs: Iterable[str | P
         FileExistsError, NotADirectoryError, ValueError: it would begin, and `require_free` refuses the folder.
         CheckpointError: as in :func:`ended_early`.
     """
-    if resume and ((out / "checkpoints" / "latest").is_file() or ended_early(out)):
-        return not (out / "checkpoints" / "latest").is_file()
+    saved = (out / "checkpoints" / "latest").is_file()
+    if resume and (saved or ended_early(out)):
+        return not saved
     try:
         require_free(out, overwrite=overwrite, inputs=inputs)
     except FileExistsError as error:
-        if resume or not (out / "checkpoints" / "latest").is_file():
+        if resume or not saved:
             raise
         raise FileExistsError(f"{error}; to go on with the run that is there, set resume to true") from None
     return True
