@@ -126,12 +126,24 @@ def random_batch(sizes: Sizes, seed: int, requests: int | None = None) -> Encode
 
 def take(batch: EncodedBatch, requests: list[int]) -> EncodedBatch:
     """Some requests of a batch with their impressions, in ascending order."""
-    chosen = np.array(sorted(requests), dtype=np.int64)
-    items = np.flatnonzero(np.isin(batch.request_index, chosen))
+    return _in_order(batch, np.array(sorted(requests), dtype=np.int64))
+
+
+def backwards(batch: EncodedBatch) -> EncodedBatch:
+    """The same requests, the last one first: what is summed over them is summed in another order."""
+    return _in_order(batch, np.arange(len(batch.request_time))[::-1].copy())
+
+
+def _in_order(batch: EncodedBatch, chosen: np.ndarray) -> EncodedBatch:
+    place = np.full(len(batch.request_time), -1, dtype=np.int64)
+    place[chosen] = np.arange(len(chosen))
+    owner = place[batch.request_index]
+    items = np.flatnonzero(owner >= 0)
+    items = items[np.argsort(owner[items], kind="stable")]
     return EncodedBatch(
         request=batch.request.take(chosen),
         item=batch.item.take(items),
-        request_index=np.searchsorted(chosen, batch.request_index[items]),
+        request_index=owner[items],
         request_time=batch.request_time[chosen],
         user_id=batch.user_id[chosen],
         surface=batch.surface[chosen],
