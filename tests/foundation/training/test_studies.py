@@ -13,7 +13,9 @@ import yaml
 
 from foundation.data.dataset import Dataset
 from foundation.data.options import parse_config
+from foundation.data.schema import Schema
 from foundation.data.settings import PRESETS
+from foundation.model.benchmarks.presets import meta_model, table_rows
 from foundation.training.studies.ablations import AblationsConfig, Difference, ablations, table
 from foundation.training.studies.runs import Job, RunsError, plan, read, run_all, run_one, train_config
 from foundation.training.studies.scaling import Line, ScalingConfig, picture, scaling
@@ -256,6 +258,21 @@ def test_presets_of_studies_are_configs(name: str, config: type, tmp_path: Path,
     variants = study.variants if isinstance(study, AblationsConfig) else {"dnn": study.dnn, **study.sizes}
     plan(variants, [0], **{**small, "preset": study.preset, "common": study.options, "out": tmp_path})
     assert {path.stem for path in (PRESETS / "studies").glob("*.yaml")} == {"kuairand", "long-histories", "scaling"}
+
+
+@pytest.mark.slow  # 32 configs and models: ten seconds
+def test_variants_of_kuairand_fit_its_schema(tmp_path: Path) -> None:
+    """Names of surfaces and sequences in them are the schema's; no variant is the model of another."""
+    schema = Schema.load("configs/datasets/kuairand.yaml")
+    study = parse_config(AblationsConfig, ["--config", "studies/kuairand", "--dataset", "-", "--out", "-"], name="")
+    models = {}
+    for name, options in study.variants.items():
+        fixed: dict[str, Any] = {"dataset": "-", "split": "test", "seed": 0, "device": "cpu", "threads": 0}
+        changes = {"preset": study.preset, "common": study.options, "options": options}
+        models[name] = train_config(Job(variant=name, folder=tmp_path / name, **changes, **fixed)).model
+    assert len({repr(model) for model in models.values()}) == len(models)
+    for model in models.values():
+        meta_model(model, schema, table_rows(schema))
 
 
 @pytest.mark.slow  # four runs in processes of their own: half a minute
