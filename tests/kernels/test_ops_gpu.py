@@ -48,24 +48,28 @@ def compare(op: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dt
 
 def twice(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
     """The same bits in two runs, without waiting for the device; and from a CUDA graph, and compiled in one piece."""
+
+    def step() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = op(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
     runs = []
     for _ in range(2):
-        leaves = [x.detach().requires_grad_() for x in inputs]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out = op(*leaves)
-            runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+            runs.append(step())
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, runs[0], strict=True))
     with torch.no_grad():
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = op(*inputs)
-        graph.replay()
-        assert torch.equal(captured, runs[0][0])
-        assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs), captured)
+        assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs), runs[0][0])
 
 
 @pytest.mark.parametrize("columns", [0, 1, 2])
@@ -169,6 +173,39 @@ def used(name: str) -> str:
     """Which of x, y and dense an entry of ``MOVEMENTS`` reads."""
     two = {"concat": "xy", "split": "xy", "segment_mean": "y"}
     return two.get(name, "xd" if name.startswith(("from_padded", "broadcast_add", "embedding_add")) else "x")
+
+
+def moves(device: str) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """Movements with what they take; offsets and indexes lie on the device already, as a CUDA graph wants them."""
+    offsets, other = (offsets_from_lengths(torch.tensor(lengths)).to(device) for lengths in (LENGTHS, OTHER))
+    rows, batch, requests = sum(LENGTHS), len(LENGTHS), torch.tensor(INDEX)
+    total = int(torch.tensor(LENGTHS)[requests].sum())
+    requests, many = requests.to(device), torch.arange(2000, device=device)
+    x, y, dense, padded = (
+        torch.randn(*shape, 48, device=device).bfloat16() for shape in ((rows,), (sum(OTHER),), (batch,), (batch, 70))
+    )
+    return {
+        "to_padded": (lambda x: jagged.to_padded(x, offsets, 100, 2.0), (x,)),
+        "from_padded": (lambda padded: jagged.from_padded(padded, offsets, rows), (padded,)),
+        "concat": (lambda x, y: jagged.concat(x, offsets, y, other)[0], (x, y)),
+        "split": (lambda z: torch.cat(jagged.split(z, offsets, other, rows)[::-1]), (torch.cat([x, y]),)),
+        "broadcast_add": (lambda x, dense: jagged.broadcast_add(x, offsets, dense), (x, dense)),
+        "segment_sum": (lambda x: jagged.segment_sum(x, offsets), (x,)),
+        "gather_rows": (lambda x: jagged.gather_rows(x, many * 7 % 900), (x,)),
+        "gather_rows, rising": (lambda x: jagged.gather_rows(x, many // 700, rising=True), (x,)),
+        "scatter_sum": (lambda x: jagged.scatter_sum(x, many[:rows] * 7 % 90, 90), (x,)),
+        "gather_sequences": (lambda x: jagged.gather_sequences(x, offsets, requests.flip(0), total=total)[0], (x,)),
+        "gather_sequences, rising": (
+            lambda x: jagged.gather_sequences(x, offsets, requests, total=total, rising=True)[0],
+            (x,),
+        ),
+        "embedding_add": (lambda x, table: jagged.embedding_add(x, table, many[:rows] * 7 % batch), (x, dense)),
+    }
+
+
+@pytest.mark.parametrize("name", moves("meta"))
+def test_every_movement_is_captured_with_its_gradients(name: str) -> None:
+    twice(*moves("cuda")[name])
 
 
 def test_movement_is_the_same_in_every_run_and_never_waits() -> None:
