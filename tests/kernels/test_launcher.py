@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,11 +38,40 @@ class Kernel:
 
 
 class Compiled:
+    function, packed_metadata = 3, (4, 1, 0)
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.kernel.started.append((grid, arguments))
+        return lambda *arguments: self.kernel.started.append(("watched", grid, arguments))
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: object, *rest: Any) -> None:
+        assert (stream, function, metadata, rest[:3]) == (7, self.function, self.packed_metadata, (None, None, None))
+        self.kernel.started.append(((x, y, z), rest[3:]))
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {2: 7}
+    active = SimpleNamespace(get_current_device=lambda: 2, get_current_stream=streams.__getitem__)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+
+
+def test_hooks_of_a_profiler_see_every_start() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    one, two = launcher.Launch(kernel, {"WIDTH": 8, "ROWS": 4}), launcher.Variant(kernel, {"WIDTH": 8, "ROWS": 4}, {})
+
+    def hook(metadata: object) -> None: ...
+
+    launcher.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        for _ in range(2):
+            one.start(3, (x, None), (32, 0.5), (64,))
+            two.start(3, (x, None), (32, 0.5, 64))
+    finally:
+        launcher.knobs.runtime.launch_enter_hook.remove(hook)
+    assert kernel.started == [("watched", (3, 1, 1), (x.data_ptr(), 0, 32, 0.5, 64, 8, 4))] * 2
 
 
 def test_each_kind_of_arguments_is_bound_once() -> None:
