@@ -30,6 +30,8 @@ WIDEST = 256
 LONG = 256
 """Least mean number of keys, as a power of two, of the kernels for long sequences; and of queries, forward half."""
 
+_TAKEN = (torch.bfloat16, torch.float16, torch.float32)
+
 CROWD = 2**22
 """Programs whose descriptors, up to 512 bytes each, fill the 2^31 bytes that Triton can tell apart."""
 
@@ -124,20 +126,23 @@ class Call:
 
     def signature(self) -> Signature:
         """Of these tensors."""
-        q, k, v, batch, out_rows = self.q, self.k, self.v, self.batch, self.out_rows
-        (_, heads, width), (all_keys, kv_heads, _) = q.shape, k.shape
-        sequences = max(batch, 1)
-        keys = self.max_kv if self.max_kv >= 0 else all_keys // sequences
-        bounded = self.max_kv >= 0
-        if self.window >= 0:
-            span = 2 * self.window + 1
-            keys, bounded = min(span, keys), bounded and self.max_kv <= span
+        q, k, v, batch, most, window = self.q, self.k, self.v, self.batch, self.max_kv, self.window
+        (out_rows, heads, width), (all_keys, kv_heads, _) = q.shape, k.shape
+        broadcast = self.q_offsets is None
+        if broadcast:
+            out_rows *= batch
+        sequences = batch or 1
+        bounded = most >= 0
+        keys = most if bounded else all_keys // sequences
+        if window >= 0:
+            span = 2 * window + 1
+            keys, bounded = min(span, keys), bounded and most <= span
+        crowded = ((out_rows if out_rows > all_keys else all_keys) // 32 + batch) * heads >= CROWD
         return Signature(
             q.device, q.dtype, heads, kv_heads, width, v.shape[2], self.strides,
             not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            self.act, self.logit != 1.0, self.causal, self.window >= 0, self.q_offsets is None,
-            self.kv_offsets is None, max(1, ((batch - 1).bit_length() + 4) // 5), bounded,
-            (max(out_rows, all_keys) // 32 + batch) * heads >= CROWD,
+            self.act, self.logit != 1.0, self.causal, window >= 0, broadcast, self.kv_offsets is None,
+            max(1, ((batch - 1).bit_length() + 4) // 5), bounded, crowded,
             tuning.bucket(out_rows // sequences), tuning.bucket(keys),
         )  # fmt: skip
 
@@ -175,17 +180,17 @@ def block_width(width: int, exact: bool) -> int:
 
 def supports(q: Tensor, v: Tensor) -> bool:
     """Whether the kernels take these: 16-bit and float32 rows of at most ``WIDEST`` elements."""
-    return q.dtype in (torch.float32, torch.bfloat16, torch.float16) and max(q.shape[2], v.shape[-1]) <= WIDEST
+    return q.dtype in _TAKEN and q.shape[2] <= WIDEST and v.shape[-1] <= WIDEST
 
 
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | None]:
     """Output ``[Tq, H, e]`` and, for softmax, LSE ``[Tq, H]``."""
     q, k, v, out_rows = call.q, call.k, call.v, call.out_rows
-    rows, heads, _ = q.shape
+    (rows, heads, _), width = q.shape, v.shape[2]
     tensors: tuple[Tensor | None, ...]
-    out = q.new_empty(out_rows, heads, v.shape[2])
+    out = q.new_empty(out_rows, heads, width)
     lse = q.new_empty(out_rows, heads, dtype=torch.float32) if call.act == "softmax" else None
-    if out.numel() == 0:
+    if not out_rows * heads * width:
         return out, lse
     if k.shape[0] == 0:
         return out.zero_(), lse if lse is None else lse.zero_()

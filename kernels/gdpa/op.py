@@ -22,9 +22,10 @@ from kernels.jagged.requests import request_offsets
 
 def _backend(q: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if q.is_cuda and _kernels().supports(q, q):
-        return _kernels()
-    return reference
+    if not q.is_cuda:
+        return reference
+    kernels = _kernels()
+    return kernels if kernels.supports(q, q) else reference
 
 
 @cache
@@ -96,18 +97,20 @@ def gdpa(
         raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
     if window is not None and window < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    if q.dim() != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1] or q.shape[1] % k.shape[-2]:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    if k.dim() != (4 if kv_offsets is None else 3):
+    of_q, of_k = q.shape, k.shape
+    if len(of_q) != 3 or of_k != v.shape or of_k[-1] != of_q[-1] or of_q[1] % of_k[-2]:
+        raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not go together")
+    if len(of_k) != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
     if not q.is_floating_point():
         require_floats("gdpa", q=q)  # k and v are cast to its dtype
-    if kv_offsets is not None:
+    if kv_offsets is None:
+        if q_offsets is not None and request_index is None:
+            require_offsets("gdpa", k, of_k[0], q_offsets=q_offsets)
+    elif q_offsets is not None and request_index is None:
+        require_offsets("gdpa", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
+    else:
         require_offsets("gdpa", k, kv_offsets=kv_offsets)
-    if q_offsets is not None:
-        require_offsets(
-            "gdpa", q, None if request_index is not None else _sequences(k, kv_offsets), q_offsets=q_offsets
-        )
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -115,10 +118,12 @@ def gdpa(
             raise ValueError(
                 "request_index goes with no window: copy the keys for each impression, kernels.jagged.gather_sequences"
             )
+        require_offsets("gdpa", q, q_offsets=q_offsets)
         require_index("gdpa", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
         q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        k, v = k.to(dtype), v.to(dtype)
     limit = -1 if window is None else window
     bound = -1 if max_keys is None or kv_offsets is None else max_keys
     inputs = (q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)

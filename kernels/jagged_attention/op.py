@@ -23,9 +23,10 @@ from kernels.jagged_attention import reference
 
 def _backend(q: Tensor, v: Tensor) -> ModuleType:
     """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if q.is_cuda and _kernels().supports(q, v):
-        return _kernels()
-    return reference
+    if not q.is_cuda:
+        return reference
+    kernels = _kernels()
+    return kernels if kernels.supports(q, v) else reference
 
 
 @cache
@@ -88,16 +89,17 @@ def jagged_attention(
     """
     if window is not None and window < 0:
         raise ValueError(f"window must not be negative, got {window}")
-    if not (q.dim() == k.dim() == v.dim() == 3) or q.shape[2] != k.shape[2] or k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    if q.shape[1] % max(k.shape[1], 1):
-        raise ValueError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} key heads: they do not go together")
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not (len(of_q) == len(of_k) == len(of_v) == 3) or of_q[2] != of_k[2] or of_k[:2] != of_v[:2]:
+        raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(of_v)} do not go together")
+    if of_q[1] % max(of_k[1], 1):
+        raise ValueError(f"{of_q[1]} query heads are no multiple of {of_k[1]} key heads: they do not go together")
     if not q.is_floating_point():
         require_floats("jagged_attention", q=q)  # k and v are cast to its dtype
-    require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
-    if q_offsets is not None:
-        sequences = None if request_index is not None else kv_offsets.shape[0] - 1
-        require_offsets("jagged_attention", q, sequences, q_offsets=q_offsets)
+    if q_offsets is not None and request_index is None:
+        require_offsets("jagged_attention", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
+    else:
+        require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -106,11 +108,13 @@ def jagged_attention(
                 "request_index goes with neither causal nor window: copy the keys for each impression, "
                 "kernels.jagged.gather_sequences"
             )
+        require_offsets("jagged_attention", q, q_offsets=q_offsets)
         require_index("jagged_attention", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
         q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    factor = q.shape[2] ** -0.5 if scale is None else scale
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        k, v = k.to(dtype), v.to(dtype)
+    factor = of_q[2] ** -0.5 if scale is None else scale
     if not factor > 0:
         raise ValueError(f"scale must be positive, got {factor}: to turn the order of the keys round, negate q")
     limit = -1 if window is None else window
@@ -122,7 +126,7 @@ def jagged_attention(
     else:
         out, _ = _forward(*inputs)
     if q_offsets is None:
-        return out.view(kv_offsets.shape[0] - 1, q.shape[0], q.shape[1], v.shape[2])
+        return out.view(kv_offsets.shape[0] - 1, of_q[0], of_q[1], of_v[2])
     return out
 
 
