@@ -45,11 +45,11 @@ def operator(
             return op(*args)
 
     traced = _recorded(below, backward, setup_context)
-    _LIBRARY.impl(name, lambda *args: traced(*args) if _wanted(args) else below(*args), "Autograd")
+    _LIBRARY.impl(name, lambda *args: traced(*args) if wanted(args) else below(*args), "Autograd")
     return _past_dispatcher(op, function, _recorded(function, backward, setup_context))
 
 
-def _wanted(args: tuple[Any, ...]) -> bool:
+def wanted(args: tuple[Any, ...]) -> bool:
     """Whether a gradient is."""
     if torch.is_grad_enabled():
         for x in args:
@@ -76,7 +76,7 @@ def _past_dispatcher(op: Any, function: Callable[..., Any], recorded: Callable[.
     def call(*args: Any) -> Any:
         if not all_direct(args):
             return op(*args)
-        if not _wanted(args):
+        if not wanted(args):
             return function(*args)
         return op(*args) if recorded is None else recorded(*args)
 

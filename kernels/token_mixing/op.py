@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from kernels.common.eager import all_direct
 from kernels.common.inputs import cast, require_floats
-from kernels.common.operators import operator
+from kernels.common.operators import operator, wanted
 from kernels.token_mixing import reference
 
 
@@ -74,10 +76,38 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
             f"x {list(x.shape)}, mix {list(mix.shape)} and maps {list(maps.shape)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
-    mixed = _mix_tokens(x, cast(mix, x.dtype))
+    mix, maps = cast(mix, x.dtype), cast(maps, x.dtype)
+    inputs = (x, mix, maps)
+    if wanted(inputs) and all_direct(inputs) and not torch.is_autocast_enabled(x.device.type):
+        return _SumKron.apply(*inputs)
     (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
-    maps = cast(maps, x.dtype).reshape(terms * width, outputs)
-    return torch.mm(mixed.view(rows * few, terms * width), maps).view(rows, few, outputs)
+    mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
+    return torch.mm(mixed, maps.reshape(terms * width, outputs)).view(rows, few, outputs)
+
+
+class _SumKron(torch.autograd.Function):
+    """``sum_kron`` as one step of autograd, where it has five otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:  # type: ignore[override]
+        (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
+        mixed = _forward(x, mix).view(rows * few, terms * width)
+        joined = maps.reshape(terms * width, outputs)
+        ctx.save_for_backward(x, mix, joined, mixed if ctx.needs_input_grad[2] else None)
+        return torch.mm(mixed, joined).view(rows, few, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, mix, joined, mixed = ctx.saved_tensors
+        (rows, _, width), (terms, _, few) = x.shape, mix.shape
+        grad = grad.reshape(rows * few, joined.shape[1])
+        dx = d_mix = d_maps = None
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
+        if mixed is not None:
+            d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
+        return dx, d_mix, d_maps
 
 
 def _forward(x: Tensor, matrix: Tensor) -> Tensor:

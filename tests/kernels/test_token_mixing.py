@@ -50,6 +50,15 @@ def test_sum_of_kronecker_products_equals_its_equation() -> None:
     leaves = [t.requires_grad_() for t in kron_inputs(3, 5, 4, 2, 3)]
     torch.testing.assert_close(sum_kron(*leaves), kron(*leaves))
     assert torch.autograd.gradcheck(sum_kron, leaves)
+    for i in range(3):  # only what is asked for
+        only = [t.detach().requires_grad_(i == j) for j, t in enumerate(leaves)]
+        (grad,) = torch.autograd.grad(sum_kron(*only).sum(), only[i])
+        torch.testing.assert_close(grad, torch.autograd.grad(kron(*leaves).sum(), leaves[i])[0])
+    empty = torch.zeros(0, 5, 4, dtype=torch.float64, requires_grad=True)
+    out = sum_kron(empty, *leaves[1:])
+    assert out.shape == (0, 2, 4)
+    for grad, leaf in zip(torch.autograd.grad(out.sum(), (empty, *leaves[1:])), (empty, *leaves[1:]), strict=True):
+        assert torch.equal(grad, torch.zeros_like(leaf))
 
 
 def test_operator() -> None:
@@ -58,8 +67,12 @@ def test_operator() -> None:
     torch.library.opcheck(torch.ops.opengem.mix_tokens.default, (x, matrix))
     terms = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(torch.ops.opengem.mix_tokens.default, (x, terms))
-    for op, tensors in ((mix_tokens, (x, matrix)), (sum_kron, kron_inputs(3, 5, 4, 2, 3))):
-        assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*tensors), op(*tensors))
+    for op, tensors in ((mix_tokens, [x, matrix]), (sum_kron, kron_inputs(3, 5, 4, 2, 3))):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        traced, out = torch.compile(op, fullgraph=True, backend="aot_eager")(*leaves), op(*leaves)
+        assert torch.equal(traced, out)
+        got, want = (torch.autograd.grad(t.square().sum(), leaves) for t in (traced, out))
+        torch.testing.assert_close(got, want)
 
 
 def test_faults_are_named() -> None:
