@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import triton
 
-from kernels.benchmarks.cases import copy_bandwidth, milliseconds
+from kernels.benchmarks.cases import copy_bandwidth, host_times, milliseconds
 
 Call = Callable[[], object]
 
@@ -86,18 +86,11 @@ def _print_pass(one: Pass, bandwidth: float) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def host_cost(calls: Sequence[tuple[str, Call]], count: int = 300) -> None:
-    """Prints the host's microseconds per call, on inputs too small to keep it waiting."""
+def host_cost(calls: Sequence[tuple[str, Call]]) -> None:
+    """Prints the host's microseconds per call, on inputs too small to keep it waiting: median of rounds."""
     for name, call in calls:
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        spent = time.perf_counter() - start
-        torch.cuda.synchronize()
-        print(f"host time per eager call, {name}: {1e6 * spent / count:.0f} microseconds")
+        spent = statistics.median(host_times(call))
+        print(f"host time per eager call, {name}: {spent:.0f} microseconds")
 
 
 def packed_lengths(batch: int, longest: int, kind: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -103,6 +104,21 @@ def milliseconds(call: Callable[[], object], *, graph: bool = False, rep: int = 
     with torch.cuda.graph(captured):
         call()
     return do_bench(captured.replay, warmup=5, rep=rep, return_mode="median")
+
+
+def host_times(call: Callable[[], object], rounds: int = 9, count: int = 200) -> list[float]:
+    """Microseconds that a call keeps the host, of each round; between rounds the host waits for the device."""
+    for _ in range(30):
+        call()
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        found.append(1e6 * (time.perf_counter() - start) / count)
+    torch.cuda.synchronize()
+    return found
 
 
 def copy_bandwidth() -> float:

@@ -7,13 +7,13 @@ through autograd. The first lines are of calls of PyTorch alone, to compare host
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from kernels import jagged
+from kernels.benchmarks.cases import host_times
 from kernels.block_attention import block_attention
 from kernels.gdpa import gdpa
 from kernels.interaction import fm_block
@@ -83,21 +83,6 @@ def calls() -> Iterator[tuple[str, Op, tuple[Tensor, ...]]]:
     yield "sum_kron", sum_kron, (tokens, random(2, 26, 8), random(2, 512, 512))
 
 
-def rounds_of(call: Callable[[], object], rounds: int, count: int) -> list[float]:
-    """Microseconds per call of each round, between which the host waits for the device."""
-    for _ in range(30):
-        call()
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        found.append(1e6 * (time.perf_counter() - start) / count)
-    torch.cuda.synchronize()
-    return found
-
-
 def main() -> None:
     """Prints the table."""
     print("| call | forward, least | median | both, least | median |\n|---|---|---|---|---|")
@@ -105,12 +90,12 @@ def main() -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]
         with torch.no_grad():
             grad = torch.ones_like(op(*inputs))
-            forward = rounds_of(lambda op=op, inputs=inputs: op(*inputs), 9, 200)  # type: ignore[misc]
+            forward = host_times(lambda op=op, inputs=inputs: op(*inputs))  # type: ignore[misc]
 
         def both(op: Op = op, leaves: list[Tensor] = leaves, grad: Tensor = grad) -> object:
             return torch.autograd.grad(op(*leaves), leaves, grad)
 
-        times = [(min(x), statistics.median(x)) for x in (forward, rounds_of(both, 5, 100))]
+        times = [(min(x), statistics.median(x)) for x in (forward, host_times(both, 5, 100))]
         print(f"| {name} | " + " | ".join(f"{us:.0f}" for pair in times for us in pair) + " |", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.benchmarks.cases import Case, Inputs, copy_bandwidth, make, milliseconds, product_rate
+from kernels.benchmarks.cases import Case, Inputs, copy_bandwidth, host_times, make, milliseconds, product_rate
 
 Op = Callable[[Case, Inputs, Tensor, Tensor, Tensor], Tensor]
 """The op under test on q, k and v of a case."""
@@ -111,25 +111,18 @@ def _padded(case: Case, x: Inputs) -> list[tuple[float, float]]:
     return _time(F.scaled_dot_product_attention, q, k, k.clone(), torch.randn_like(q))
 
 
-def launch_cost(op: Op, case: Case, calls: int = 300) -> None:
-    """Prints the host's microseconds per eager call, on a batch too small to keep it waiting."""
+def launch_cost(op: Op, case: Case) -> None:
+    """Prints the host's microseconds per eager call, on a batch too small to keep it waiting: median of rounds."""
     x = make(case)
-    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+    plain = (x.q, x.k, x.v)
+    q, k, v = (t.detach().requires_grad_() for t in plain)
 
     def forward() -> Tensor:
-        with torch.no_grad():
-            return op(case, x, q, k, v)
+        return op(case, x, *plain)
 
     def both() -> object:
         return torch.autograd.grad(op(case, x, q, k, v), (q, k, v), x.grad)
 
     for name, call in (("forward, no gradients", forward), ("forward and backward", both)):
-        for _ in range(20):
-            call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        spent = time.perf_counter() - start
-        torch.cuda.synchronize()
-        print(f"host time per eager call, {name}: {1e6 * spent / calls:.0f} microseconds")
+        spent = statistics.median(host_times(call))
+        print(f"host time per eager call, {name}: {spent:.0f} microseconds")
