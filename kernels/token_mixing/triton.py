@@ -140,7 +140,9 @@ def backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     partial = x.new_empty(programs, group, sides[0], group, sides[1], dtype=torch.float32)
     kernel.start(programs, (x, matrix.contiguous(), grad, dx, partial), (count,))
     total = partial.diagonal(dim1=1, dim2=3).sum((0, 3))[:inputs, :outputs]
-    return dx, reference.as_terms(total, matrix).to(matrix.dtype)
+    if matrix.dim() == 3:
+        total = total.view(inputs, -1, terms).permute(2, 0, 1)
+    return dx, matrix.new_empty(matrix.shape).copy_(total)
 
 
 def _rows(x: Tensor) -> Tensor:
