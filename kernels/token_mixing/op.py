@@ -21,7 +21,10 @@ from kernels.token_mixing import reference
 
 def _backend(x: Tensor, matrix: Tensor) -> ModuleType:
     """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    return _kernels() if x.is_cuda and _kernels().supports(x, matrix) else reference
+    if not x.is_cuda:
+        return reference
+    kernels = _kernels()
+    return kernels if kernels.supports(x, matrix) else reference
 
 
 @cache
@@ -70,17 +73,18 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
     require_floats("sum_kron", x=x, mix=mix, maps=maps)
-    fits = x.dim() == mix.dim() == maps.dim() == 3 and mix.shape[:2] == (maps.shape[0], x.shape[1])
-    if not fits or maps.shape[1] != x.shape[2]:
+    of_x, of_mix, of_maps = x.shape, mix.shape, maps.shape
+    fits = len(of_x) == len(of_mix) == len(of_maps) == 3 and of_mix[0] == of_maps[0]
+    if not fits or of_mix[1] != of_x[1] or of_maps[1] != of_x[2]:
         raise ValueError(
-            f"x {list(x.shape)}, mix {list(mix.shape)} and maps {list(maps.shape)} do not go together: [N, n, D], "
+            f"x {list(of_x)}, mix {list(of_mix)} and maps {list(of_maps)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
     mix, maps = cast(mix, x.dtype), cast(maps, x.dtype)
     inputs = (x, mix, maps)
     if wanted(inputs) and all_direct(inputs) and not torch.is_autocast_enabled(x.device.type):
         return _SumKron.apply(*inputs)
-    (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
+    (terms, width, outputs), rows, few = of_maps, of_x[0], of_mix[2]
     mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
     return torch.mm(mixed, maps.reshape(terms * width, outputs)).view(rows, few, outputs)
 

@@ -28,6 +28,8 @@ from kernels.token_mixing import reference
 MOST_TOKENS, MOST_FEWER = 256, 128
 """Tokens in or out, and the fewer of both."""
 
+_TAKEN = (torch.bfloat16, torch.float16)
+
 
 @triton.jit
 def _places(group, N, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
@@ -111,9 +113,11 @@ def backward_kernel(
 
 def supports(x: Tensor, matrix: Tensor) -> bool:
     """Whether the kernels take these: 16-bit, with few enough tokens."""
+    if x.dtype not in _TAKEN or matrix.dtype != x.dtype:
+        return False
     inputs, outputs, _ = reference.sides(matrix)
     fits = 0 < min(inputs, outputs) <= MOST_FEWER and max(inputs, outputs) <= MOST_TOKENS
-    return fits and x.shape[2] > 0 and x.dtype in (torch.bfloat16, torch.float16) and matrix.dtype == x.dtype
+    return fits and x.shape[2] > 0
 
 
 def forward(x: Tensor, matrix: Tensor) -> Tensor:
@@ -154,13 +158,15 @@ def _tiles(kernel: Variant, count: int, width: int) -> int:
 
 
 def _plan(kernel: str, x: Tensor, grad: Tensor | None, outputs: int, terms: int) -> tuple[int, Variant]:
-    _, inputs, width = x.shape
-    strides = _strides(x) if grad is None else (*_strides(x), *_strides(grad))
+    count, inputs, width = x.shape
+    strides = _strides(x, count, inputs)
+    if grad is not None:
+        strides += _strides(grad, count, outputs)
     return _variant(kernel, x.device, x.dtype, strides, inputs, outputs, terms, width)
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
-    (count, tokens, _), (row, token, _) = x.shape, x.stride()
+def _strides(x: Tensor, count: int, tokens: int) -> tuple[int, ...]:
+    row, token, _ = x.stride()
     return row if count > 1 else 0, token if tokens > 1 else 0
 
 
