@@ -101,10 +101,12 @@ def sum_kernel(
     c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, 128)[:, None]
     first, stop = program * share, tl.minimum((program + 1) * share, rows)
+    # From the first group to the last, with or without rows: all that PARTIAL has is read for the small table.
+    since = tl.where(program == 0, 0, _first_group(TOTALS, blocks, first, GROUPS))
     last = _first_group(TOTALS, blocks, (program + 1) * share, GROUPS)
     if program == tl.num_programs(0) // PARTS - 1:
         last = GROUPS - 1
-    for group in range(_first_group(TOTALS, blocks, first, GROUPS), last + 1):
+    for group in range(since, last + 1):
         begin, end = _bounds(TOTALS, blocks, group)
         begin, end = tl.maximum(begin, first), tl.minimum(end, stop)
         acc = tl.zeros([128, BLOCK], tl.float32)
