@@ -92,6 +92,11 @@ def long(kv: int, stages: int, overlap: bool) -> Config:
     return {"BLOCK_KV": kv, "STAGES": stages, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
 
 
+def backward_long(kept: int, stages: int) -> Config:
+    """A configuration of ``backward_long_kv`` or ``backward_long_q``."""
+    return {"KEPT": kept, "STAGES": stages, "TMA": True, "num_warps": 4}
+
+
 def candidates(case: Case) -> dict[str, list[Config]]:
     """Plain kernels that may win, by pass. Product sides under 64 are left out: they have gone wrong on Hopper."""
     return {"forward": _forward_candidates(case), "backward": _backward_candidates(case)}
@@ -111,10 +116,15 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
+        if case.window >= 0:
+            found["forward"].append(long(64, 5, True))
     if min(case.queries, few or case.queries) >= launch.LONG:
-        both: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+        both = backward_long(4, 3)
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
         found["backward"] = [{**both, "query": both}]
+        if case.window >= 0:
+            more = [backward_long(kept, stages) for kept, stages in ((3, 4), (2, 5))]
+            found["backward"] += [{**x, "query": y} for x in (both, *more) for y in (both, *more)][1:]
         if "query" in plain.get("backward", {}):
             found["backward"] += [{**keys, "query": both}, {**both, "query": plain["backward"]["query"]}]
     return found

@@ -5,7 +5,9 @@ The products are those of ``attention_backward``, seven in two kernels that each
 and streams queries and the gradient. Warps work as in ``forward_long``: two groups of four compute, each for half of
 the tile, one warp loads and one looks for tiles. For softmax ``backward_long_q`` runs first and leaves delta.
 
-Streamed blocks have 64 rows. Rows beyond a sequence are read, get no weight and are made zero.
+Streamed blocks have 64 rows. Rows beyond a sequence are read, get no weight and are made zero. ``KEPT`` is the number
+of halves of tiles in shared memory, 2 to 4: with 4, a tile loads while the one before it is worked on; fewer leave
+room for more blocks.
 
 Names and layouts as in ``attention_backward``; strides are numbers. Head widths 64 and 128, the same for values; as
 many key heads as query heads in ``backward_long_kv``.
@@ -31,12 +33,16 @@ from kernels.common.long_tiles import (
     ROWS,
     SLOTS,
     barriers,
+    end_of,
+    free_block,
     let_go,
+    own_place,
     put_rows,
     schedule,
     seen_by,
     skip,
     told,
+    wait_for_place,
     zero_beyond,
 )
 
@@ -44,20 +50,25 @@ from kernels.common.long_tiles import (
 @gluon.jit
 def _load(
     own_rows, own_more, other_rows, other_more, own_tiles, own_tiles2, blocks, blocks2, own_full, own_free,
-    full, free, full2, free2, places, place_full, place_free, KEPT: gl.constexpr, STAGES: gl.constexpr,
+    full, free, full2, free2, places, place_full, place_free, WINDOW: gl.constexpr, KEPT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: two tensors of the tile's own side, then blocks of two of the other."""
     item = 0
     block = 0
-    row, left, first, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
+    row, left, first, _, low, high, _, _, keep = told(places, place_full, place_free, item, 1)
+    there = left * 0
     while left > 0:
         for w in gl.static_range(2):
-            at = (item % KEPT) * 2 + w
-            mbarrier.wait(own_free.index(at), (item // KEPT + 1) & 1)
-            mbarrier.expect(own_full.index(at), own_rows.block_type.nbytes + own_more.block_type.nbytes)
-            tma.async_copy_global_to_shared(own_rows, [row + w * ROWS, 0], own_full.index(at), own_tiles.index(at))
-            tma.async_copy_global_to_shared(own_more, [row + w * ROWS, 0], own_full.index(at), own_tiles2.index(at))
-        for j in range(low, high, ROWS):
+            at, bar, _ = own_place(item, w, KEPT)
+            wait_for_place(own_free, item, w, KEPT)
+            mbarrier.expect(own_full.index(bar), own_rows.block_type.nbytes + own_more.block_type.nbytes)
+            tma.async_copy_global_to_shared(own_rows, [row + w * ROWS, 0], own_full.index(bar), own_tiles.index(at))
+            tma.async_copy_global_to_shared(own_more, [row + w * ROWS, 0], own_full.index(bar), own_tiles2.index(at))
+        begin = low
+        if WINDOW:
+            begin += there
+        for j in range(begin, high, ROWS):
             slot = block % STAGES
             phase = (block // STAGES + 1) & 1
             mbarrier.wait(free.index(slot), phase)
@@ -67,8 +78,10 @@ def _load(
             mbarrier.expect(full2.index(slot), other_more.block_type.nbytes)
             tma.async_copy_global_to_shared(other_more, [first + j, 0], full2.index(slot), blocks2.index(slot))
             block += 1
+        if WINDOW:
+            there = end_of(low, high, ROWS) - keep
         item += 1
-        row, left, first, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
+        row, left, first, _, low, high, _, _, keep = told(places, place_full, place_free, item, 1)
 
 
 @gluon.jit
@@ -143,16 +156,17 @@ def _of_queries(
     factor = s_in * s_out
     item = 0
     block = 0
-    row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    row, left, _, kv, low, high, place, _, keep = told(places, place_full, place_free, item, 4)
     held = left * 0 - 1
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
         place += MINE * ROWS
-        at = (item % KEPT) * 2 + MINE
+        at, bar, turn = own_place(item, MINE, KEPT)
+        at_low = block
         q = q_tiles.index(at)
         do = do_tiles.index(at)
-        mbarrier.wait(own_full.index(at), (item // KEPT) & 1)
+        mbarrier.wait(own_full.index(bar), turn & 1)
         lse, delta = 0.0, 0.0
         if SOFTMAX:
             wide_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
@@ -168,7 +182,9 @@ def _of_queries(
         begin, end = seen_by(low, high, place, 0, window, CAUSAL, WINDOW, ROWS, False)
         if left <= 0:
             end = begin
-        block = skip(low, begin, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
+        block = skip(low, begin, keep, block, k_full, k_free, v_full, v_free, WINDOW, ROWS, STAGES)
+        if WINDOW:
+            block = at_low + (begin - low) // ROWS
         rest = begin
         if begin < end:
             slot = block % STAGES
@@ -180,7 +196,7 @@ def _of_queries(
             mbarrier.wait(v_full.index(slot), phase)
             dp = warpgroup_mma(do, v, none, use_acc=False, is_async=True)
             s, dp = warpgroup_mma_wait(num_outstanding=0, deps=[s, dp])
-            mbarrier.arrive(v_free.index(slot))
+            free_block(v_free.index(slot), begin, keep, WINDOW)
             edge = (begin + ROWS > kv) | _at_edge(place, begin, window, CAUSAL, WINDOW)
             key = begin + column
             _p, ds = _slopes(
@@ -188,7 +204,8 @@ def _of_queries(
                 ACT, CAUSAL, WINDOW, SCALED, EARLY,
             )  # fmt: skip
             ds = gl.convert_layout(ds.to(dtype), LEFT)
-            let_go(own_free, held)
+            if KEPT >= 4:
+                let_go(own_free, held)
             for j in range(begin + ROWS, end, ROWS):
                 slot = block % STAGES
                 block += 1
@@ -202,7 +219,7 @@ def _of_queries(
                 dp = warpgroup_mma(do, v, none, use_acc=False, is_async=True)
                 sums = warpgroup_mma(ds, k_blocks.index(slot), acc, is_async=True)
                 s, dp = warpgroup_mma_wait(num_outstanding=1, deps=[s, dp])
-                mbarrier.arrive(v_free.index(after))
+                free_block(v_free.index(after), j, keep, WINDOW)
                 edge = (j + ROWS > kv) | _at_edge(place, j, window, CAUSAL, WINDOW)
                 key = j + column
                 _p, ds_after = _slopes(
@@ -213,25 +230,29 @@ def _of_queries(
                 # It is full. But across a wait the assembler does not move that for the sums to before the slopes.
                 mbarrier.wait(k_full.index(after), phase)
                 acc, ds, ds_after = warpgroup_mma_wait(num_outstanding=0, deps=[sums, ds, ds_after])
-                mbarrier.arrive(k_free.index(slot))
+                free_block(k_free.index(slot), j - ROWS, keep, WINDOW)
                 ds = ds_after
             slot = block % STAGES
             rest = begin + (end - begin - 1) // ROWS * ROWS
             zero_beyond(k_blocks.index(slot), kv - rest, ROWS, D)
-            rest += ROWS
             sums = warpgroup_mma(ds, k_blocks.index(slot), acc, is_async=True)
             acc, ds = warpgroup_mma_wait(num_outstanding=0, deps=[sums, ds])
-            mbarrier.arrive(k_free.index(slot))
+            free_block(k_free.index(slot), rest, keep, WINDOW)
+            rest += ROWS
             block += 1
-        else:
+        elif KEPT >= 4:
             let_go(own_free, held)
-        block = skip(rest, high, block, k_full, k_free, v_full, v_free, ROWS, STAGES)
+        block = skip(rest, high, keep, block, k_full, k_free, v_full, v_free, WINDOW, ROWS, STAGES)
+        if WINDOW:
+            block = at_low + (keep - low) // ROWS
         if not EARLY:
             acc = acc * factor
         put_rows(acc.to(dtype), q, dq_rows, dq_base, st, row, left, D)
-        held = at
+        held = bar
+        if KEPT < 4:  # the next half needs this one's place
+            let_go(own_free, held)
         item += 1
-        row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+        row, left, _, kv, low, high, place, _, keep = told(places, place_full, place_free, item, 4)
     tma.store_wait(0)
 
 
@@ -259,23 +280,26 @@ def _of_keys(
     factor = s_in * s_out
     item = 0
     block = 0
-    row, left, first, length, low, high, place, shift = told(places, place_full, place_free, item, 4)
+    row, left, first, length, low, high, place, shift, keep = told(places, place_full, place_free, item, 4)
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
         place += MINE * ROWS
-        at = (item % KEPT) * 2 + MINE
+        at, bar, turn = own_place(item, MINE, KEPT)
         k = k_tiles.index(at)
         v = v_tiles.index(at)
-        mbarrier.wait(own_full.index(at), (item // KEPT) & 1)
+        mbarrier.wait(own_full.index(bar), turn & 1)
         dk = gl.zeros([ROWS, D], gl.float32, VALUES)
         dv = gl.zeros([ROWS, D], gl.float32, VALUES)
         begin, end = low, high
+        at_low = block
         if CAUSAL or WINDOW:
             begin, end = seen_by(low, high, place, shift, window, CAUSAL, WINDOW, ROWS, True)
-            block = skip(low, begin, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+            block = skip(low, begin, keep, block, q_full, q_free, do_full, do_free, WINDOW, ROWS, STAGES)
+            if WINDOW:
+                block = at_low + (begin - low) // ROWS
         if left <= 0:
-            block = skip(begin, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+            block = skip(begin, high, keep, block, q_full, q_free, do_full, do_free, WINDOW, ROWS, STAGES)
             end = begin
             high = begin
         lse_next = gl.zeros([ROWS], gl.float32, LINE)
@@ -321,21 +345,23 @@ def _of_keys(
             dv = warpgroup_mma(p, do, dv, is_async=True)
             dk = warpgroup_mma(ds, q, dk, is_async=True)
             dv, dk, p, ds = warpgroup_mma_wait(num_outstanding=0, deps=[dv, dk, p, ds])
-            mbarrier.arrive(q_free.index(slot))
-            mbarrier.arrive(do_free.index(slot))
+            free_block(q_free.index(slot), j, keep, WINDOW)
+            free_block(do_free.index(slot), j, keep, WINDOW)
             block += 1
         if CAUSAL or WINDOW:
             rest = begin + gl.maximum(end - begin + ROWS - 1, 0) // ROWS * ROWS
-            block = skip(rest, high, block, q_full, q_free, do_full, do_free, ROWS, STAGES)
+            block = skip(rest, high, keep, block, q_full, q_free, do_full, do_free, WINDOW, ROWS, STAGES)
+            if WINDOW:
+                block = at_low + (keep - low) // ROWS
         if not EARLY:
             dk = dk * factor
         put_rows(dk.to(dtype), k, dk_rows, dk_base, st, row, left, D)
         put_rows((dv * s_out).to(dtype), v, dv_rows, dv_base, st, row, left, D)
         tma.store_wait(0)
         tl.debug_barrier()
-        mbarrier.arrive(own_free.index(at))
+        mbarrier.arrive(own_free.index(bar))
         item += 1
-        row, left, first, length, low, high, place, shift = told(places, place_full, place_free, item, 4)
+        row, left, first, length, low, high, place, shift, keep = told(places, place_full, place_free, item, 4)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "total", "keys"))
@@ -358,12 +384,12 @@ def backward_long_q(
     dq_rows = tma.make_tensor_descriptor(DQ + h * D, [total, D], [st, 1], [ROWS, D], TILE)
     k_rows = tma.make_tensor_descriptor(K + hk * shk, [keys, D], [stk, 1], [ROWS, D], TILE)
     v_rows = tma.make_tensor_descriptor(V + hk * shv, [keys, D], [stv, 1], [ROWS, D], TILE)
-    q_tiles = gl.allocate_shared_memory(dtype, [KEPT * 2, ROWS, D], TILE)
-    do_tiles = gl.allocate_shared_memory(dtype, [KEPT * 2, ROWS, D], TILE)
+    q_tiles = gl.allocate_shared_memory(dtype, [KEPT, ROWS, D], TILE)
+    do_tiles = gl.allocate_shared_memory(dtype, [KEPT, ROWS, D], TILE)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
-    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    own_full, own_free = barriers(KEPT * 2, 1), barriers(KEPT * 2, 1)
+    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if WINDOW else 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    own_full, own_free = barriers(KEPT + KEPT % 2, 1), barriers(KEPT + KEPT % 2, 1)
     k_full, k_free = barriers(STAGES, 1), barriers(STAGES, 2)
     v_full, v_free = barriers(STAGES, 1), barriers(STAGES, 2)
     place_full, place_free = barriers(SLOTS, 1), barriers(SLOTS, 3)
@@ -385,11 +411,11 @@ def backward_long_q(
             )),
             (_load, (
                 q_rows, do_rows, k_rows, v_rows, q_tiles, do_tiles, k_blocks, v_blocks, own_full, own_free, k_full,
-                k_free, v_full, v_free, places, place_full, place_free, KEPT, STAGES,
+                k_free, v_full, v_free, places, place_full, place_free, WINDOW, KEPT, STAGES,
             )),
             (schedule, (
                 places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window, 0,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False, False,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False, False, ROWS, STAGES,
             )),
         ],
         [4, 1, 1],
@@ -417,13 +443,13 @@ def backward_long_kv(
     v_rows = tma.make_tensor_descriptor(V + h * shv, [keys, D], [stv, 1], [ROWS, D], TILE)
     dk_rows = tma.make_tensor_descriptor(DK + h * D, [keys, D], [st, 1], [ROWS, D], TILE)
     dv_rows = tma.make_tensor_descriptor(DV + h * D, [keys, D], [st, 1], [ROWS, D], TILE)
-    k_tiles = gl.allocate_shared_memory(dtype, [KEPT * 2, ROWS, D], TILE)
-    v_tiles = gl.allocate_shared_memory(dtype, [KEPT * 2, ROWS, D], TILE)
+    k_tiles = gl.allocate_shared_memory(dtype, [KEPT, ROWS, D], TILE)
+    v_tiles = gl.allocate_shared_memory(dtype, [KEPT, ROWS, D], TILE)
     q_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
     do_blocks = gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], TILE)
-    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if WINDOW else 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     stats = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    own_full, own_free = barriers(KEPT * 2, 1), barriers(KEPT * 2, 1)
+    own_full, own_free = barriers(KEPT + KEPT % 2, 1), barriers(KEPT + KEPT % 2, 1)
     q_full, q_free = barriers(STAGES, 1), barriers(STAGES, 2)
     do_full, do_free = barriers(STAGES, 1), barriers(STAGES, 2)
     place_full, place_free = barriers(SLOTS, 1), barriers(SLOTS, 3)
@@ -445,11 +471,11 @@ def backward_long_kv(
             )),
             (_load, (
                 k_rows, v_rows, q_rows, do_rows, k_tiles, v_tiles, q_blocks, do_blocks, own_full, own_free, q_full,
-                q_free, do_full, do_free, places, place_full, place_free, KEPT, STAGES,
+                q_free, do_full, do_free, places, place_full, place_free, WINDOW, KEPT, STAGES,
             )),
             (schedule, (
                 places, place_full, place_free, KO, QO, COUNTER + h, B, keys // (2 * ROWS) + B, part, parts, window, 0,
-                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, True, False,
+                ACT == "softmax", CAUSAL, WINDOW, ROUNDS, True, False, ROWS, STAGES,
             )),
         ],
         [4, 1, 1],

@@ -30,7 +30,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.common.activations import activate
 from kernels.common.attention_forward import LOG2E, LOWEST, VARYING
-from kernels.common.long_tiles import ROWS, SLOTS, let_go, put_rows, schedule, seen_by, skip, told, zero_beyond
+from kernels.common.long_tiles import (
+    ROWS,
+    SLOTS,
+    end_of,
+    free_block,
+    let_go,
+    put_rows,
+    schedule,
+    seen_by,
+    skip,
+    told,
+    zero_beyond,
+)
 
 QUERIES = gl.constexpr(2)
 """Tiles of queries in shared memory."""
@@ -39,19 +51,23 @@ QUERIES = gl.constexpr(2)
 @gluon.jit
 def _load(
     q_rows, k_rows, v_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
-    places, place_full, place_free, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr,
+    places, place_full, place_free, WINDOW: gl.constexpr, BLOCK_KV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     item = 0
     block = 0
-    row, left, k0, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
+    row, left, k0, _, low, high, _, _, keep = told(places, place_full, place_free, item, 1)
+    there = left * 0
     while left > 0:
         for w in gl.static_range(2):
             stage = (item % QUERIES) * 2 + w
             mbarrier.wait(q_free.index(stage), (item // QUERIES + 1) & 1)
             mbarrier.expect(q_full.index(stage), q_rows.block_type.nbytes)
             tma.async_copy_global_to_shared(q_rows, [row + w * ROWS, 0], q_full.index(stage), q_tiles.index(stage))
-        for j in range(low, high, BLOCK_KV):
+        begin = low
+        if WINDOW:
+            begin += there
+        for j in range(begin, high, BLOCK_KV):
             slot = block % STAGES
             phase = (block // STAGES + 1) & 1
             mbarrier.wait(k_free.index(slot), phase)
@@ -61,8 +77,10 @@ def _load(
             mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
             tma.async_copy_global_to_shared(v_rows, [k0 + j, 0], v_full.index(slot), v_blocks.index(slot))
             block += 1
+        if WINDOW:
+            there = end_of(low, high, BLOCK_KV) - keep
         item += 1
-        row, left, k0, _, low, high, _, _ = told(places, place_full, place_free, item, 1)
+        row, left, k0, _, low, high, _, _, keep = told(places, place_full, place_free, item, 1)
 
 
 @gluon.jit
@@ -128,13 +146,14 @@ def _compute(
         logit = s_in * LOG2E
     item = 0
     block = 0
-    row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+    row, left, _, kv, low, high, place, _, keep = told(places, place_full, place_free, item, 4)
     held = left * 0 - 1
     while left > 0:
         row += MINE * ROWS
         left -= MINE * ROWS
         place += MINE * ROWS
         stage = (item % QUERIES) * 2 + MINE
+        at_low = block
         q = q_tiles.index(stage)
         acc = gl.zeros([ROWS, D], gl.float32, VALUES)
         top = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, LOGITS))
@@ -144,14 +163,16 @@ def _compute(
             begin, end = seen_by(low, high, place, 0, window, CAUSAL, WINDOW, BLOCK_KV, False)
             if left <= 0:
                 end = begin
-            block = skip(low, begin, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
+            block = skip(low, begin, keep, block, k_full, k_free, v_full, v_free, WINDOW, BLOCK_KV, STAGES)
+            if WINDOW:
+                block = at_low + (begin - low) // BLOCK_KV
             rest = begin
             if begin < end:
                 slot = block % STAGES
                 mbarrier.wait(k_full.index(slot), (block // STAGES) & 1)
                 s = warpgroup_mma(q, k_blocks.index(slot).permute((1, 0)), no_logits, use_acc=False, is_async=True)
                 s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-                mbarrier.arrive(k_free.index(slot))
+                free_block(k_free.index(slot), begin, keep, WINDOW)
                 s = _masked(s, begin, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
                 p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
                 let_go(q_free, held)
@@ -166,13 +187,13 @@ def _compute(
                     s = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                     sums = warpgroup_mma(p, v_blocks.index(slot), acc, is_async=True)
                     s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
-                    mbarrier.arrive(k_free.index(after))
+                    free_block(k_free.index(after), j, keep, WINDOW)
                     s = _masked(s, j, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
                     p_after, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
                     # Here, since the assembler else moves the wait for the sums to before the weights.
                     mbarrier.wait(v_full.index(after), phase)
                     acc, p, p_after = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p, p_after])
-                    mbarrier.arrive(v_free.index(slot))
+                    free_block(v_free.index(slot), j - BLOCK_KV, keep, WINDOW)
                     if SOFTMAX:
                         acc = acc * gl.convert_layout(shrink, OF_ROWS)[:, None]
                     p = p_after
@@ -180,14 +201,14 @@ def _compute(
                 v = v_blocks.index(slot)
                 rest = begin + (end - begin - 1) // BLOCK_KV * BLOCK_KV
                 zero_beyond(v, kv - rest, BLOCK_KV, D)
-                rest += BLOCK_KV
                 sums = warpgroup_mma(p, v, acc, is_async=True)
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
-                mbarrier.arrive(v_free.index(slot))
+                free_block(v_free.index(slot), rest, keep, WINDOW)
+                rest += BLOCK_KV
                 block += 1
             else:
                 let_go(q_free, held)
-            block = skip(rest, high, block, k_full, k_free, v_full, v_free, BLOCK_KV, STAGES)
+            block = skip(rest, high, keep, block, k_full, k_free, v_full, v_free, WINDOW, BLOCK_KV, STAGES)
         else:
             let_go(q_free, held)
             for j in range(low, high, BLOCK_KV):
@@ -203,7 +224,7 @@ def _compute(
                     k = k_blocks.index(slot)
                     s = warpgroup_mma(q, k.permute((1, 0)), no_logits, use_acc=False, is_async=True)
                     s = warpgroup_mma_wait(num_outstanding=0, deps=[s])
-                    mbarrier.arrive(k_free.index(slot))
+                    free_block(k_free.index(slot), j, keep, WINDOW)
                     s = _masked(s, j, kv, place, window, ACT, CAUSAL, WINDOW, BLOCK_KV, LOGITS)
                     p, top, total, shrink = _weights(s, top, total, logit, ACT, SCALED, dtype, VALUES)
                     if SOFTMAX:
@@ -213,12 +234,14 @@ def _compute(
                     zero_beyond(v, kv - j, BLOCK_KV, D)
                     acc = warpgroup_mma(p, v, acc, is_async=True)
                     acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[acc, p])
-                    mbarrier.arrive(v_free.index(slot))
+                    free_block(v_free.index(slot), j, keep, WINDOW)
                 else:
-                    mbarrier.arrive(k_free.index(slot))
+                    free_block(k_free.index(slot), j, keep, WINDOW)
                     mbarrier.wait(v_full.index(slot), phase)
-                    mbarrier.arrive(v_free.index(slot))
+                    free_block(v_free.index(slot), j, keep, WINDOW)
                 block += 1
+        if WINDOW:
+            block = at_low + (keep - low) // BLOCK_KV
         r = row + gl.arange(0, ROWS, layout=OF_ROWS)
         live = gl.arange(0, ROWS, layout=OF_ROWS) < left
         if SOFTMAX:
@@ -232,7 +255,7 @@ def _compute(
         put_rows(out, q, o_rows, o_base, sto, row, left, D)  # the queries are used up: their place takes the results
         held = stage
         item += 1
-        row, left, _, kv, low, high, place, _ = told(places, place_full, place_free, item, 4)
+        row, left, _, kv, low, high, place, _, keep = told(places, place_full, place_free, item, 4)
     tma.store_wait(0)
 
 
@@ -266,7 +289,7 @@ def forward_long(
     q_tiles = gl.allocate_shared_memory(dtype, [QUERIES * 2, ROWS, D], TILE)
     k_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], BLOCK)
     v_blocks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], BLOCK)
-    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], FLAT)
+    places = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if WINDOW else 8], FLAT)
     q_full = gl.allocate_shared_memory(gl.int64, [QUERIES * 2, 1], BARRIER)
     q_free = gl.allocate_shared_memory(gl.int64, [QUERIES * 2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -301,11 +324,12 @@ def forward_long(
             )),
             (_load, (
                 q_rows, k_rows, v_rows, q_tiles, k_blocks, v_blocks, q_full, q_free, k_full, k_free, v_full, v_free,
-                places, place_full, place_free, BLOCK_KV, STAGES,
+                places, place_full, place_free, WINDOW, BLOCK_KV, STAGES,
             )),
             (schedule, (
                 places, place_full, place_free, QO, KO, COUNTER + h, B, total // (2 * ROWS) + B, part, parts, window,
                 kv_length, ACT == "softmax", CAUSAL, WINDOW, ROUNDS, False, DENSE,
+                BLOCK_KV, STAGES,
             )),
         ],
         [4, 1, 1],

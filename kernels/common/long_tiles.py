@@ -2,6 +2,10 @@
 
 A tile has ``2 ROWS`` rows of one sequence, half of them for each of two groups of four warps. Tiles are numbered as in
 ``kernels/common/sequences.py``; one warp of a program takes numbers from a counter and tells the others where each is.
+
+With a window, tiles of a sequence that follow each other see much of the same. A program then takes tiles that do, and
+blocks of the other side that the next one sees as well stay where they are in shared memory: of a tile's blocks, those
+before ``keep`` are let go, and the next tile begins with the others. They must fit: else all are let go.
 """
 
 # mypy: allow-untyped-defs
@@ -47,13 +51,16 @@ def barriers(number: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift):
+def tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift, keep):
     """Leaves what ``told`` gives, for the tile ``item`` of this program; by one warp."""
-    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    WIDE: gl.constexpr = places.shape[1]
+    SAME: gl.constexpr = gl.BlockedLayout([WIDE], [32], [1], [0])
     slot = item % SLOTS
     mbarrier.wait(place_free.index(slot), (item // SLOTS + 1) & 1)
-    i = gl.arange(0, 8, layout=SAME)
+    i = gl.arange(0, WIDE, layout=SAME)
     x = gl.where(i == 0, row, gl.where(i == 1, left, gl.where(i == 2, first, length)))
+    if WIDE > 8:
+        shift = gl.where(i == 7, shift, keep)
     y = gl.where(i == 4, low, gl.where(i == 5, high, gl.where(i == 6, place, shift)))
     places.index(slot).store(gl.where(i < 4, x, y))
     tl.debug_barrier()
@@ -67,13 +74,14 @@ def told(places, place_full, place_free, item, WARPS: gl.constexpr):
     Returns:
         its first row; rows from there to the end of its sequence, 0 where there are no more tiles; first row and
         length of the other side, and the range there that counts; place of the first row in its sequence, of a query
-        among the keys; how much further query i stands among the keys.
+        among the keys; how much further query i stands among the keys; with a window, up to where blocks are let go.
     """
-    SAME: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    WIDE: gl.constexpr = places.shape[1]
+    SAME: gl.constexpr = gl.BlockedLayout([WIDE], [32], [WARPS], [0])
     slot = item % SLOTS
     mbarrier.wait(place_full.index(slot), (item // SLOTS) & 1)
     x = places.index(slot).load(SAME)
-    i = gl.arange(0, 8, layout=SAME)
+    i = gl.arange(0, WIDE, layout=SAME)
     row = gl.sum(gl.where(i == 0, x, 0), 0)
     left = gl.sum(gl.where(i == 1, x, 0), 0)
     first = gl.sum(gl.where(i == 2, x, 0), 0)
@@ -82,22 +90,93 @@ def told(places, place_full, place_free, item, WARPS: gl.constexpr):
     high = gl.sum(gl.where(i == 5, x, 0), 0)
     place = gl.sum(gl.where(i == 6, x, 0), 0)
     shift = gl.sum(gl.where(i == 7, x, 0), 0)
+    keep = high
+    if WIDE > 8:
+        keep = gl.sum(gl.where(i == 8, x, 0), 0)
     tl.debug_barrier()
     mbarrier.arrive(place_free.index(slot))
-    return row, left, first, length, low, high, place, shift
+    return row, left, first, length, low, high, place, shift, keep
+
+
+@gluon.jit
+def own_place(item, half: gl.constexpr, KEPT: gl.constexpr):
+    """Where half a tile lies in shared memory, of ``KEPT`` halves that do, its barriers and the turn of these.
+
+    Halves of three that lie in one place after another are of either group, which may not wait for a barrier of the
+    other's: a phase that has not ended yet looks to it like the one behind that.
+    """
+    if KEPT % 2 == 0:
+        TILES: gl.constexpr = KEPT // 2
+        at = (item % TILES) * 2 + half
+        return at, at, item // TILES
+    else:
+        return (item * 2 + half) % KEPT, (item % 2) * 2 + half, item // 2
+
+
+@gluon.jit
+def wait_for_place(own_free, item, half: gl.constexpr, KEPT: gl.constexpr):
+    """Waits until the half is let go that lies where this one will."""
+    if KEPT % 2 == 0:
+        _, bar, turn = own_place(item, half, KEPT)
+        mbarrier.wait(own_free.index(bar), (turn + 1) & 1)
+    else:
+        number = gl.maximum(item * 2 + half - KEPT, 0)
+        mbarrier.wait(own_free.index(number % 4), (number // 4) & 1, pred=item * 2 + half >= KEPT)
+
+
+@gluon.jit
+def end_of(low, high, BLOCK: gl.constexpr):
+    """Where the last block ends of those from ``low`` on that hold the range up to ``high``."""
+    return low + (gl.maximum(high - low, 0) + BLOCK - 1) // BLOCK * BLOCK
+
+
+@gluon.jit
+def _near(
+    across, window, high, more, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+):
+    """Where the first block begins that a tile sees through a window, and up to where blocks are let go behind it.
+
+    Blocks are counted from the start of the sequence, so that those of the next tile are the same.
+
+    Args:
+        across: place of the tile's first row among the rows of the other side.
+        more: whether this program takes the next tile of the sequence next.
+    """
+    far = across
+    if not (OF_KEYS and CAUSAL):
+        far -= window
+    low = gl.maximum(far, 0) // BLOCK * BLOCK
+    keep = end_of(low, high, BLOCK)
+    after = gl.maximum(far + 2 * ROWS, 0) // BLOCK * BLOCK
+    if more & (keep - after <= BLOCK * STAGES):
+        keep = gl.minimum(after, keep)
+    return low, keep
 
 
 @gluon.jit
 def schedule(
     places, place_full, place_free, Own, Other, Counter, B, tiles, part, parts, window, kv_length,
     SOFTMAX: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, ROUNDS: gl.constexpr, OF_KEYS: gl.constexpr,
-    DENSE: gl.constexpr,
+    DENSE: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp that looks for tiles: of queries, or of keys where ``OF_KEYS``; Own and Other are the offsets.
 
-    Where ``DENSE``, the other side has ``kv_length`` rows in every sequence.
+    Where ``DENSE``, the other side has ``kv_length`` rows in every sequence. With a window, of which a tile and the
+    next share what fits ``STAGES`` blocks, each program has a row of tiles; with a wider one, programs share what they
+    load in the L2 cache.
     """
     tile, item = part, part * 0
+    if WINDOW:
+        near = 2 * window <= BLOCK * STAGES
+        step = parts
+        if near:
+            step = part * 0 + 1
+            each = tiles // parts
+            odd = tiles - each * parts
+            tile = part * each + gl.minimum(part, odd)
+            tiles = tile + each
+            if part < odd:
+                tiles += 1
     while tile < tiles:
         b = _find(Own, B, tile, ROUNDS)
         row = gl.load(Own + b).to(gl.int32)
@@ -119,24 +198,29 @@ def schedule(
                 if CAUSAL:
                     low = gl.minimum(gl.maximum(start - shift, 0), length)
                 if WINDOW:
-                    low = gl.minimum(gl.maximum(start - shift - window, low), length)
                     high = gl.minimum(start + 2 * ROWS - shift + window, length)
             else:
                 place = start + shift
                 if WINDOW:
-                    low = gl.minimum(gl.maximum(place - window, 0), length)
                     high = gl.minimum(place + 2 * ROWS + window, length)
                 if CAUSAL:
                     high = gl.minimum(place + 2 * ROWS, high)
+            keep = high
+            if WINDOW:
+                across = place
+                if OF_KEYS:
+                    across = start - shift
+                more = near & (start + 2 * ROWS < rows) & (tile + 1 < tiles)
+                low, keep = _near(across, window, high, more, CAUSAL, OF_KEYS, BLOCK, STAGES)
             row, left = row + start, rows - start
-            tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift)
+            tell(places, place_full, place_free, item, row, left, first, length, low, high, place, shift, keep)
             item += 1
         if WINDOW:  # all tiles have as much to do, and little: less than the counter takes
-            tile += parts
+            tile += step
         else:
             tile = parts + gl.atomic_add(Counter, 1)
     zero = part * 0
-    tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero)
+    tell(places, place_full, place_free, item, zero, zero, zero, zero, zero, zero, zero, zero, zero)
 
 
 @gluon.jit
@@ -212,8 +296,24 @@ def seen_by(
 
 
 @gluon.jit
-def skip(low, high, block, full, free, full2, free2, BLOCK: gl.constexpr, STAGES: gl.constexpr):
-    """Lets the blocks of a tile pass of which a group has no rows; returns the number of the next block."""
+def free_block(free, j, keep, WINDOW: gl.constexpr):
+    """Lets another block take the place of block j, unless that stays for the next tile."""
+    if WINDOW:
+        mbarrier.arrive(free, pred=j < keep)
+    else:
+        mbarrier.arrive(free)
+
+
+@gluon.jit
+def skip(
+    low, high, keep, block, full, free, full2, free2, WINDOW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Lets the blocks of a tile pass of which a group has no rows; returns the number of the next block to be let go.
+
+    Blocks that stay for the next tile it leaves alone and does not count.
+    """
+    if WINDOW:
+        high = gl.minimum(high, keep)
     for _ in range(low, high, BLOCK):
         slot = block % STAGES
         phase = (block // STAGES) & 1

@@ -28,7 +28,9 @@ from kernels.token_mixing import mix_tokens, sum_kron
 
 LENGTHS = [3, 0, 200, 1, 129, 64, 0, 65, 2, 128]
 KEYS = [5, 7, 0, 130, 256, 1, 3, 64, 200, 63]
-BY_HAND: Config = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+BY_HAND: Config = {"KEPT": 4, "STAGES": 3, "TMA": True, "num_warps": 4}
+NARROW: Config = {"KEPT": 3, "STAGES": 4}
+"""For windows."""
 Masks = list[tuple[str, bool, int]]
 MASKS: Masks = [
     ("silu", False, -1),
@@ -89,9 +91,9 @@ def forward_stream(masks: Masks) -> None:
 
 def forward_long(masks: Masks) -> None:
     """All masks, with the two ways of taking turns."""
-    for block, overlap in ((128, True), (64, False)):
+    for block, stages, overlap in ((128, 2, True), (64, 5, True), (64, 4, False)):
         for mask in masks:
-            config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+            config = {"BLOCK_KV": block, "STAGES": stages, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
             check(mask, KEYS, 128, config, None)
 
 
@@ -100,6 +102,8 @@ def backward_long(masks: Masks) -> None:
     plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
     for mask in masks:
         check(mask, KEYS, 128, plain, {**BY_HAND, "query": BY_HAND})
+        if mask[2] >= 0:
+            check(mask, KEYS, 128, plain, {**BY_HAND, **NARROW, "query": {**BY_HAND, **NARROW}})
 
 
 def block(masks: Masks) -> None:

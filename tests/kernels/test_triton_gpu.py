@@ -109,12 +109,18 @@ def test_streamed_queries(width: int, blocks: int) -> None:
     same(clean, want, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("width", "block", "overlap"), [(64, 128, True), (128, 128, True), (128, 64, False)])
-@pytest.mark.parametrize(("act", "causal", "window"), [
-    ("silu", False, -1), ("silu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", False, 90),
-    ("softmax", True, 40),
+LONG = [("silu", False, -1), ("softmax", False, -1), ("softmax", True, -1)]
+WINDOWS = [("silu", False, 50), ("gelu", False, 128), ("softmax", False, 90), ("softmax", True, 40)]
+
+
+@pytest.mark.parametrize(("act", "causal", "window", "width", "block", "stages", "overlap"), [
+    *((*mask, *config) for mask in (*LONG, *WINDOWS) for config in ((64, 128, 2, True), (128, 64, 4, False))),
+    *((*mask, 128, 128, 2, True) for mask in LONG),
+    *((*mask, 128, 64, 5, True) for mask in WINDOWS),
 ])  # fmt: skip
-def test_long_sequences(act: str, causal: bool, window: int, width: int, block: int, overlap: bool) -> None:
+def test_long_sequences(
+    act: str, causal: bool, window: int, width: int, block: int, stages: int, overlap: bool
+) -> None:  # fmt: skip
     """The other kernel scheduled by hand, with grouped heads, more tiles than programs, and NaN in a neighbour."""
     lengths = [*LENGTHS, *[70, 300] * 150]
     (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
@@ -124,7 +130,7 @@ def test_long_sequences(act: str, causal: bool, window: int, width: int, block: 
         keys[:3] = torch.tensor([0, 1, 256])
     kv_offsets = offsets_from_lengths(keys).cuda()
     k, v = (torch.randn(int(kv_offsets[-1]), 2, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
-    config = {"BLOCK_KV": block, "STAGES": 256 // block, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
+    config = {"BLOCK_KV": block, "STAGES": stages, "OVERLAP": overlap, "TMA": True, "num_warps": 4}
     options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
     clean, lse = launch.forward(Call(q, k, v, offsets, kv_offsets, *options), config)
     exact = (q.double(), k.double(), v.double(), offsets, kv_offsets)
@@ -151,12 +157,15 @@ def test_long_sequences_with_dense_keys() -> None:
     same(out, want, torch.bfloat16)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize(("act", "causal", "window"), [
-    ("silu", False, -1), ("gelu", False, 50), ("softmax", False, -1), ("softmax", True, -1), ("softmax", False, 90),
-    ("softmax", True, 40),
+@pytest.mark.parametrize(("act", "causal", "window", "width", "kept", "stages"), [
+    *((*mask, width, 4, 3) for mask in (*LONG, WINDOWS[3]) for width in (64, 128)),
+    *((*mask, 64, 4, 8) for mask in WINDOWS[1:3]),
+    *((*mask, 128, 3, 4) for mask in WINDOWS[1:]),
+    (*WINDOWS[1], 128, 2, 5),
 ])  # fmt: skip
-def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width: int) -> None:
+def test_gradients_of_long_sequences(
+    act: str, causal: bool, window: int, width: int, kept: int, stages: int
+) -> None:  # fmt: skip
     lengths = [*LENGTHS, *[70, 300] * 150]
     (q, _, _), offsets = packed(lengths, 4, width, torch.bfloat16, 0)
     keys = torch.tensor(lengths)
@@ -166,7 +175,7 @@ def test_gradients_of_long_sequences(act: str, causal: bool, window: int, width:
     kv_offsets = offsets_from_lengths(keys).cuda()
     k, v = (torch.randn(int(kv_offsets[-1]), 4, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
     grad = torch.randn(q.shape, device="cuda").bfloat16()
-    by_hand = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+    by_hand = {"KEPT": kept, "STAGES": stages, "TMA": True, "num_warps": 4}
     options = (act, 0.3, 1.0 if act == "softmax" else 0.5, causal, window, -1)
     runs = []
     for dirty in (False, True, True):
@@ -201,7 +210,7 @@ def test_kernels_by_hand_in_float16() -> None:
     options = (offsets, offsets, "gelu_tanh", 0.5, 0.3, -1)
     want = [gdpa_reference.forward(*exact, *options), *gdpa_reference.backward(grad.double(), *exact, *options)]
     call = Call(q, k, v, offsets, offsets, "gelu_tanh", 0.3, 0.5, False, -1, -1)
-    by_hand = {"KEPT": 2, "STAGES": 3, "TMA": True, "num_warps": 4}
+    by_hand = {"KEPT": 4, "STAGES": 3, "TMA": True, "num_warps": 4}
     ahead = {"BLOCK_KV": 128, "STAGES": 2, "OVERLAP": True, "TMA": True, "num_warps": 4}
     got = [launch.forward(call, ahead)[0], *launch.backward(call, grad, None, None, {**by_hand, "query": by_hand})]
     for a, b in zip(got, want, strict=True):

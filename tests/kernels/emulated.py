@@ -1,0 +1,379 @@
+"""Runs kernels scheduled by hand, as they are written, on the CPU: their warps as threads, their barriers by phases.
+
+What a Gluon kernel calls stands in for here, on NumPy arrays in float64, so that the functions of
+``kernels/common/forward_long.py`` and ``backward_long.py`` run unchanged. Warps take turns at random wherever they meet
+a barrier, a load from global memory arrives at random, with NaN in its place until then, and a product reads shared
+memory when it is waited for. So a slot that is let go too soon or read too early gives a wrong result, and warps that
+wait for each other are found. Layouts, registers and what one thread sees of another's stores are not looked at.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from kernels.common import backward_long, forward_long, long_tiles
+
+
+def _checked(name: str) -> Any:
+    """An operation of integers whose results are ``Int``."""
+    plain = getattr(int, name)
+
+    def op(self, *other):
+        assert ("div" not in name and "mod" not in name) or min(self, *other) >= 0
+        result = plain(self, *other)
+        return Int(result) if type(result) is int else result
+
+    return op
+
+
+class Int(int):
+    """A scalar of a kernel. The GPU rounds quotients to zero, so that none may be negative."""
+
+    __add__, __radd__, __neg__ = _checked("__add__"), _checked("__radd__"), _checked("__neg__")
+    __sub__, __rsub__ = _checked("__sub__"), _checked("__rsub__")
+    __mul__, __rmul__ = _checked("__mul__"), _checked("__rmul__")
+    __floordiv__, __mod__ = _checked("__floordiv__"), _checked("__mod__")
+
+    def to(self, dtype):
+        return self
+
+
+class Array(np.ndarray):
+    """A tensor of a kernel."""
+
+    def to(self, dtype):
+        return self
+
+
+def array(x) -> Any:
+    """Whatever NumPy returned, as a kernel has it."""
+    x = np.asarray(x)
+    if x.ndim:
+        return x.view(Array)
+    return Int(x) if x.dtype.kind == "i" else x[()]
+
+
+class Pointer:
+    """An address, or many, within a tensor."""
+
+    dtype = SimpleNamespace(element_ty="bf16")
+
+    def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+
+    def __add__(self, other):
+        return Pointer(self.memory, self.at + other)
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.x, self.dtype, self.shape = x, "bf16", x.shape
+
+    def index(self, i):
+        return Shared(self.x[i])
+
+    def slice(self, start, length):
+        return Shared(self.x[start : start + length])
+
+    def permute(self, order):
+        return Shared(self.x.transpose(order))
+
+    def store(self, value):
+        self.x[...] = value
+
+    def load(self, layout):
+        return array(self.x.copy())
+
+
+class Barrier:
+    """Counts arrivals and bytes; its phase ends when both are there."""
+
+    def __init__(self) -> None:
+        self.phase = self.count = self.missing = self.bytes = 0
+
+    def check(self) -> None:
+        assert self.missing >= 0
+        if self.missing == 0 and self.bytes == 0:
+            self.phase, self.missing = self.phase ^ 1, self.count
+
+
+class Barriers:
+    def __init__(self, number: int) -> None:
+        self.bars = [Barrier() for _ in range(number)]
+
+    def index(self, i):
+        return self.bars[i]
+
+
+class Product:
+    """A product that has been started."""
+
+    def __init__(self, a, b, acc, use_acc) -> None:
+        self.a, self.b, self.acc = a, b, acc if use_acc else 0.0
+
+    def end(self):
+        a, b = (x.x if isinstance(x, Shared) else x for x in (self.a, self.b))
+        return array(self.acc + np.matmul(a, b))
+
+
+class Stuck(Exception):
+    """Every warp waits."""
+
+
+class Machine:
+    """One multiprocessor: it runs a program's warps in an order that ``seed`` gives."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.eager = self.random.choice((0.1, 0.5, 0.9))  # of copies: how soon they are there
+        self.program = self.programs = 0
+        self.copies: list[Any] = []
+        self.loads: Counter[tuple[int, int, int]] = Counter()
+        """How often a program loaded a block, by program, tensor and row."""
+        self.main = threading.Semaphore(0)
+        self.waiting: dict[int, Any] = {}
+        self.turns: dict[int, threading.Semaphore] = {}
+        self.failure: BaseException | None = None
+
+    def launch(self, kernel, programs: int, *arguments, **constants) -> None:
+        self.programs = programs
+        for self.program in range(programs):
+            kernel(*arguments, **constants)
+            assert not self.copies, "a load that nobody waited for"
+
+    def specialize(self, parts, warps, registers) -> None:
+        threads = []
+        for i, (function, arguments) in enumerate(parts):
+            self.turns[i], self.waiting[i] = threading.Semaphore(0), None
+            threads.append(threading.Thread(target=self.warp, args=(i, function, arguments), daemon=True))
+            threads[-1].start()
+        while self.turns and self.failure is None:
+            if self.copies and self.random.random() < self.eager:
+                self.land()
+            ready = [i for i, wait in self.waiting.items() if wait is None or wait[0].phase != wait[1]]
+            if ready:
+                self.turns[self.random.choice(ready)].release()
+                self.main.acquire()
+            elif self.copies:
+                self.land()
+            else:
+                self.failure = Stuck(f"program {self.program}: {sorted(self.waiting)} wait")
+        for turn in self.turns.values():
+            turn.release()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def warp(self, i, function, arguments) -> None:
+        self.me().i = i
+        self.turns[i].acquire()
+        try:
+            if self.failure is None:
+                function(*arguments)
+        except BaseException as problem:
+            self.failure = self.failure or problem
+        del self.turns[i], self.waiting[i]
+        self.main.release()
+
+    def me(self):
+        return threading.current_thread()
+
+    def pause(self, wait=None) -> None:
+        """Others' turn, until a phase has ended."""
+        i = self.me().i
+        self.waiting[i] = wait
+        self.main.release()
+        self.turns[i].acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def land(self) -> None:
+        """One of the copies arrives."""
+        source, row, bar, target = self.copies.pop(self.random.randrange(len(self.copies)))
+        target.x[...] = source.read(row)
+        bar.bytes -= source.block_type.nbytes
+        bar.check()
+
+    # Barriers
+
+    def wait(self, bar, phase, pred=True, deps=()):
+        assert phase in (0, 1)
+        if pred and (bar.phase == phase or self.random.random() < 0.2):
+            self.pause((bar, phase))
+
+    def arrive(self, bar, pred=True):
+        if pred:
+            bar.missing -= 1
+            bar.check()
+        if self.random.random() < 0.2:
+            self.pause()
+
+    def expect(self, bar, number):
+        bar.bytes += number
+        self.arrive(bar)
+
+    def init(self, bar, count):
+        bar.count = bar.missing = count
+
+    # Copies
+
+    def load(self, source, where, bar, target):
+        target.x[...] = np.nan
+        row = int(where[0])
+        self.loads[self.program, id(source.memory), row] += 1
+        self.copies.append((source, row, bar, target))
+
+
+class Rows:
+    """A tensor's rows of one head, as the copy engine sees them."""
+
+    def __init__(self, pointer: Pointer, shape, strides, block, layout) -> None:
+        self.memory, self.at, self.rows, self.stride, self.block = (
+            pointer.memory,
+            pointer.at,
+            shape[0],
+            strides[0],
+            block,
+        )
+        self.block_type = SimpleNamespace(nbytes=block[0] * block[1] * 2)
+
+    def _places(self, row):
+        rows = np.arange(row, row + self.block[0])
+        live = (rows >= 0) & (rows < self.rows)
+        return live, (self.at + rows[live, None] * self.stride + np.arange(self.block[1])[None, :]).astype(int)
+
+    def read(self, row) -> np.ndarray:
+        live, places = self._places(row)
+        result = np.zeros(self.block)
+        result[live] = self.memory[places]
+        return result
+
+    def write(self, row, x) -> None:
+        live, places = self._places(row)
+        self.memory[places] = x[live]
+
+
+def _load(pointer, mask=None, other=0):
+    where = np.asarray(pointer.at)
+    if mask is not None:
+        where = np.where(mask, where, 0)
+    found = pointer.memory[where]
+    return array(found if mask is None else np.where(mask, found, other))
+
+
+def _store(pointer, value, mask):
+    where, value, mask = np.broadcast_arrays(pointer.at, value, mask)
+    pointer.memory[where[mask]] = value[mask]
+
+
+def _add(pointer, value):
+    old = Int(pointer.memory[pointer.at])
+    pointer.memory[pointer.at] += value
+    return old
+
+
+def _extreme(plain, of_arrays):
+    return lambda a, b: Int(plain(a, b)) if isinstance(a, int) and isinstance(b, int) else array(of_arrays(a, b))
+
+
+def _shared(dtype, shape, layout):
+    if dtype == "int64":
+        return Barriers(shape[0])
+    return Shared(np.zeros(shape, int) if dtype == "int32" else np.full(shape, np.nan))
+
+
+def _wait(num_outstanding, deps):
+    done = [x.end() if isinstance(x, Product) else x for x in deps]
+    return done[0] if len(done) == 1 else done
+
+
+def _silu(x, act, fast):
+    assert act == "silu"
+    return array(x / (1 + np.exp(-x)))
+
+
+def _silu_with_slope(x, act, fast):
+    gate = 1 / (1 + np.exp(-x))
+    return _silu(x, act, fast), array(gate * (1 + x * (1 - gate)))
+
+
+def kernel(name: str, machine: Machine) -> Any:
+    """A kernel as a function on ``Pointer`` and numbers."""
+
+    def nothing(*_, **__):
+        return None
+
+    layouts = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout", "SwizzledSharedLayout")
+    gl = SimpleNamespace(
+        **dict.fromkeys(layouts, nothing),
+        **{name: name for name in ("int32", "int64", "float32", "float16")},
+        NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
+        zeros=lambda shape, dtype, layout: array(np.zeros(shape)),
+        full=lambda shape, value, dtype, layout: array(np.full(shape, value)),
+        arange=lambda start, stop, layout: array(np.arange(start, stop)),
+        where=lambda x, a, b: array(np.where(x, a, b)),
+        sum=lambda x, axis: array(np.sum(np.asarray(x), axis)),
+        max=lambda x, axis: array(np.max(np.asarray(x), axis)),
+        maximum=_extreme(max, np.maximum),
+        minimum=_extreme(min, np.minimum),
+        exp2=lambda x: array(np.exp2(x)),
+        log=lambda x: array(np.log(x)),
+        convert_layout=lambda x, layout: x,
+        static_range=range,
+        program_id=lambda axis: Int(machine.program),
+        num_programs=lambda axis: Int(machine.programs),
+        allocate_shared_memory=_shared,
+        atomic_add=_add,
+        load=_load,
+        store=_store,
+        warp_specialize=machine.specialize,
+    )
+    stand_ins = {
+        "gl": gl,
+        "tl": SimpleNamespace(debug_barrier=nothing),
+        "mbarrier": SimpleNamespace(
+            wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing
+        ),
+        "tma": SimpleNamespace(
+            make_tensor_descriptor=Rows,
+            async_copy_global_to_shared=machine.load,
+            async_copy_shared_to_global=lambda rows, where, tile: rows.write(int(where[0]), tile.x),
+            store_wait=nothing,
+        ),
+        "fence_async_shared": nothing,
+        "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: Product(a, b, acc, use_acc),
+        "warpgroup_mma_wait": _wait,
+        "activate": _silu,
+        "activate_with_slope": _silu_with_slope,
+        "range": lambda *bounds: map(Int, range(*bounds)),
+    }
+    tiles = _functions(long_tiles, stand_ins)
+    module = forward_long if name == "forward_long" else backward_long
+    return _functions(module, {**tiles, **stand_ins})[name]
+
+
+def _functions(module: ModuleType, others: dict[str, Any]) -> dict[str, Any]:
+    """A module's kernels as functions, in a world of stand-ins."""
+    world: dict[str, Any] = {}
+    for name, x in vars(module).items():
+        if name in others:
+            continue
+        if isinstance(x, tl.constexpr):
+            world[name] = x.value
+        elif hasattr(x, "fn"):
+            world[name] = FunctionType(x.fn.__code__, world, name)
+        else:
+            world[name] = x
+    world.update(others)
+    return world
