@@ -142,6 +142,21 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     assert resources(compiled)["stack"] < 64
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "config", "stack"),
+    [
+        ("forward_long", {"BLOCK_KV": 64, "STAGES": 5, "OVERLAP": True}, 64),
+        ("backward_long_q", {"KEPT": 3, "STAGES": 4}, 64),
+        ("backward_long_kv", {"KEPT": 3, "STAGES": 4}, 160),
+    ],
+)
+def test_long_kernels_with_a_window_have_room_for_what_stays(kernel: str, config: dict[str, Any], stack: int) -> None:
+    compiled = build(kernel, {**config, "WINDOW": True, "TMA": True, "num_warps": 4}, "softmax", 128, 90)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert resources(compiled)["stack"] < stack
+
+
 def test_defaults_fit_the_widest_heads() -> None:
     for kernel, family, act in (
         ("forward_general", "forward_softmax", "softmax"),
