@@ -136,6 +136,15 @@ def _at_edge(query, key, window, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def _rows_of_out(base, stride, row, left, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """A group's rows of the output, of which ``left`` are of the sequence."""
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    where = base + (row + r)[:, None].to(gl.int64) * stride + c[None, :]
+    return gl.load(where, mask=(r < left)[:, None], other=0.0)
+
+
+@gluon.jit
 def _of_queries(
     MINE: gl.constexpr, dq_rows, q_tiles, do_tiles, k_blocks, v_blocks, own_full, own_free, k_full, k_free, v_full,
     v_free, places, place_full, place_free, o_base, dq_base, st, l_base, d_base, heads, window, s_in, s_out,
@@ -166,13 +175,14 @@ def _of_queries(
         at_low = block
         q = q_tiles.index(at)
         do = do_tiles.index(at)
+        if SOFTMAX and WINDOW:  # on its way while the tile is: a tile is little work
+            out = _rows_of_out(o_base, st, row, left, D, WIDE)
         mbarrier.wait(own_full.index(bar), turn & 1)
         lse, delta = 0.0, 0.0
         if SOFTMAX:
-            wide_r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-            wide_c = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-            where = o_base + (row + wide_r)[:, None].to(gl.int64) * st + wide_c[None, :]
-            out = gl.load(where, mask=(wide_r < left)[:, None], other=0.0).to(gl.float32)
+            if not WINDOW:
+                out = _rows_of_out(o_base, st, row, left, D, WIDE)
+            out = out.to(gl.float32)
             own = gl.convert_layout(gl.sum(out * do.load(WIDE).to(gl.float32), 1), gl.SliceLayout(1, LOGITS))
             index = (row + r).to(gl.int64) * heads
             gl.store(d_base + index, own, mask=r < left)
@@ -235,10 +245,10 @@ def _of_queries(
             slot = block % STAGES
             rest = begin + (end - begin - 1) // ROWS * ROWS
             zero_beyond(k_blocks.index(slot), kv - rest, ROWS, D)
+            rest += ROWS
             sums = warpgroup_mma(ds, k_blocks.index(slot), acc, is_async=True)
             acc, ds = warpgroup_mma_wait(num_outstanding=0, deps=[sums, ds])
-            free_block(k_free.index(slot), rest, keep, WINDOW)
-            rest += ROWS
+            free_block(k_free.index(slot), rest - ROWS, keep, WINDOW)
             block += 1
         elif KEPT >= 4:
             let_go(own_free, held)
@@ -288,7 +298,8 @@ def _of_keys(
         at, bar, turn = own_place(item, MINE, KEPT)
         k = k_tiles.index(at)
         v = v_tiles.index(at)
-        mbarrier.wait(own_full.index(bar), turn & 1)
+        if not WINDOW:
+            mbarrier.wait(own_full.index(bar), turn & 1)
         dk = gl.zeros([ROWS, D], gl.float32, VALUES)
         dv = gl.zeros([ROWS, D], gl.float32, VALUES)
         begin, end = low, high
@@ -308,6 +319,8 @@ def _of_keys(
             where = (first + begin + i).to(gl.int64) * heads
             lse_next = gl.load(l_base + where, mask=begin + i < length, other=0.0) * LOG2E
             delta_next = gl.load(d_base + where, mask=begin + i < length, other=0.0)
+        if WINDOW:  # what was just asked for is on its way meanwhile
+            mbarrier.wait(own_full.index(bar), turn & 1)
         for j in range(begin, end, ROWS):
             slot = block % STAGES
             phase = (block // STAGES) & 1

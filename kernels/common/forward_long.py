@@ -201,10 +201,10 @@ def _compute(
                 v = v_blocks.index(slot)
                 rest = begin + (end - begin - 1) // BLOCK_KV * BLOCK_KV
                 zero_beyond(v, kv - rest, BLOCK_KV, D)
+                rest += BLOCK_KV
                 sums = warpgroup_mma(p, v, acc, is_async=True)
                 acc, p = warpgroup_mma_wait(num_outstanding=0, deps=[sums, p])
-                free_block(v_free.index(slot), rest, keep, WINDOW)
-                rest += BLOCK_KV
+                free_block(v_free.index(slot), rest - BLOCK_KV, keep, WINDOW)
                 block += 1
             else:
                 let_go(q_free, held)

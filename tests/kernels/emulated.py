@@ -7,7 +7,6 @@ memory when it is waited for. So a slot that is let go too soon or read too earl
 wait for each other are found. Layouts, registers and what one thread sees of another's stores are not looked at.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import random
