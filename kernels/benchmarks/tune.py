@@ -116,15 +116,13 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
-        if case.window >= 0:
-            found["forward"].append(long(64, 5, True))
     if min(case.queries, few or case.queries) >= launch.LONG:
         both = backward_long(4, 3)
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
         found["backward"] = [{**both, "query": both}]
         if case.window >= 0:
-            more = [backward_long(kept, stages) for kept, stages in ((3, 4), (2, 5))]
-            found["backward"] += [{**x, "query": y} for x in (both, *more) for y in (both, *more)][1:]
+            more = backward_long(3, 4)
+            found["backward"] += [{**x, "query": y} for x in (both, more) for y in (both, more)][1:]
         if "query" in plain.get("backward", {}):
             found["backward"] += [{**keys, "query": both}, {**both, "query": plain["backward"]["query"]}]
     return found

@@ -6,8 +6,8 @@ and streams queries and the gradient. Warps work as in ``forward_long``: two gro
 the tile, one warp loads and one looks for tiles. For softmax ``backward_long_q`` runs first and leaves delta.
 
 Streamed blocks have 64 rows. Rows beyond a sequence are read, get no weight and are made zero. ``KEPT`` is the number
-of halves of tiles in shared memory, 2 to 4: with 4, a tile loads while the one before it is worked on; fewer leave
-room for more blocks.
+of halves of tiles in shared memory: with 4, a tile loads while the one before it is worked on, and 3 leave room for one
+more block.
 
 Names and layouts as in ``attention_backward``; strides are numbers. Head widths 64 and 128, the same for values; as
 many key heads as query heads in ``backward_long_kv``.

@@ -148,8 +148,8 @@ CONFIGS = {
         for kv, stages in ((64, 4), (64, 5), (128, 2), (64, 2))
         for overlap in (True, False)
     ],
-    "backward_long_q": [{"KEPT": kept, "STAGES": stages} for kept, stages in ((4, 3), (2, 4), (2, 5), (3, 4), (3, 2))],
-    "backward_long_kv": [{"KEPT": kept, "STAGES": stages} for kept, stages in ((4, 3), (2, 4), (2, 5), (3, 4), (3, 2))],
+    "backward_long_q": [{"KEPT": kept, "STAGES": stages} for kept, stages in ((4, 3), (4, 8), (3, 4), (3, 2))],
+    "backward_long_kv": [{"KEPT": kept, "STAGES": stages} for kept, stages in ((4, 3), (4, 8), (3, 4), (3, 2))],
 }
 
 

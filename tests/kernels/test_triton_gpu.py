@@ -161,7 +161,6 @@ def test_long_sequences_with_dense_keys() -> None:
     *((*mask, width, 4, 3) for mask in (*LONG, WINDOWS[3]) for width in (64, 128)),
     *((*mask, 64, 4, 8) for mask in WINDOWS[1:3]),
     *((*mask, 128, 3, 4) for mask in WINDOWS[1:]),
-    (*WINDOWS[1], 128, 2, 5),
 ])  # fmt: skip
 def test_gradients_of_long_sequences(
     act: str, causal: bool, window: int, width: int, kept: int, stages: int
