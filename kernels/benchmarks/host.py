@@ -58,11 +58,12 @@ def calls() -> Iterator[tuple[str, Op, tuple[Tensor, ...]]]:
     x, few, weight, bias = random(512, 64), random(8, 64), random(64), random(64)
     owner = torch.arange(8, device="cuda").repeat_interleave(64)
     half, first = offsets // 2, torch.arange(8, device="cuda")
+    rest = offsets - half
     yield "to_padded", lambda x: jagged.to_padded(x, offsets, 64), (x,)
     yield "from_padded", lambda x: jagged.from_padded(x, offsets, 512), (random(8, 64, 64),)
     yield "last_k", lambda x: jagged.last_k(x, offsets, 10)[0], (x,)
     yield "concat", lambda a, b: jagged.concat(a, offsets, b, offsets)[0], (x, random(512, 64))
-    yield "split", lambda x: jagged.split(x, half, offsets - half, 256)[0], (x,)
+    yield "split", lambda x: jagged.split(x, half, rest, 256)[0], (x,)
     yield "gather_rows, rising", lambda x: jagged.gather_rows(x, owner, rising=True), (few,)
     yield "scatter_sum, rising", lambda x: jagged.scatter_sum(x, owner, 8, rising=True), (x,)
     yield "gather_sequences", lambda x: jagged.gather_sequences(x, offsets, first, total=512, rising=True)[0], (x,)

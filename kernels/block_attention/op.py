@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.block_attention import reference
 from kernels.block_attention.reference import BLOCK
-from kernels.common.inputs import require_floats, require_offsets
+from kernels.common.inputs import require_floats, require_offsets, require_one_device
 from kernels.common.operators import operator
 
 __all__ = ["BLOCK", "block_attention"]
@@ -67,10 +67,13 @@ def block_attention(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if not q.is_floating_point():
         require_floats("block_attention", q=q)  # k and v are cast to its dtype
+    if not q.device == k.device == v.device:
+        require_one_device("block_attention", q=q, k=k, v=v)
     require_offsets("block_attention", q, offsets=offsets)
     if (positions is None) != (frequencies is None):
         raise ValueError("positions and frequencies go together")
     if positions is not None and frequencies is not None:
+        require_one_device("block_attention", q=q, positions=positions, frequencies=frequencies)
         columns = positions.shape[1] if positions.dim() == 2 else 1
         if columns not in (1, 2) or positions.shape[0] != q.shape[0] or q.shape[2] % (2 * columns):
             raise ValueError(

@@ -24,11 +24,23 @@ def require_floats(operator: str, **inputs: Tensor) -> None:
     for name, value in inputs.items():
         if value.dtype not in _FLOATS:
             raise ValueError(f"{operator}: {name} is {value.dtype}; float64, float32, bfloat16 and float16 are taken")
-    first, *others = inputs
-    device = inputs[first].device
-    for name in others:
-        if inputs[name].device != device:
-            raise ValueError(f"{operator}: {name} is on {inputs[name].device}, but {first} on {device}")
+    require_one_device(operator, **inputs)
+
+
+def require_one_device(operator: str, **inputs: Tensor | None) -> None:
+    """Refuses tensors that are not on the device of the first; those that are ``None`` are on any.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    first, device = "", None
+    for name, value in inputs.items():
+        if value is None:
+            continue
+        if device is None:
+            first, device = name, value.device
+        elif value.device != device:
+            raise ValueError(f"{operator}: {name} is on {value.device}, but {first} on {device}")
 
 
 def require_offsets(operator: str, like: Tensor, sequences: int | None = None, **offsets: Tensor) -> None:

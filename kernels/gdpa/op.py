@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.eager import direct
-from kernels.common.inputs import require_floats, require_index, require_offsets
+from kernels.common.inputs import require_floats, require_index, require_offsets, require_one_device
 from kernels.gdpa import reference
 from kernels.jagged.requests import request_offsets
 
@@ -104,6 +104,8 @@ def gdpa(
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
     if not q.is_floating_point():
         require_floats("gdpa", q=q)  # k and v are cast to its dtype
+    if not q.device == k.device == v.device:
+        require_one_device("gdpa", q=q, k=k, v=v)
     if kv_offsets is None:
         if q_offsets is not None and request_index is None:
             require_offsets("gdpa", k, of_k[0], q_offsets=q_offsets)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import cast, require_floats, require_index, require_offsets
+from kernels.common.inputs import cast, require_floats, require_index, require_offsets, require_one_device
 from kernels.common.operators import operator
 from kernels.jagged import reference
 from kernels.jagged.reference import sequence_ids
@@ -42,7 +42,7 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     """Lengths ``[B]``, of any integer type, to int64 offsets ``[B + 1]``."""
     if lengths.dim() != 1 or lengths.is_floating_point():
         raise ValueError(f"lengths must be integers [B], are {lengths.dtype} {list(lengths.shape)}")
-    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+    return reference.offsets_from_lengths(lengths)
 
 
 def lengths_from_offsets(offsets: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     require_offsets("last_k", values, offsets=offsets)
     _require_length("k", k)
-    valid = torch.arange(k, 0, -1, device=offsets.device) <= offsets.diff()[:, None]
-    return _to_padded(values, offsets, k, 0.0, True), valid
+    rows, real = _last_k(values, offsets, k)
+    return rows, real
 
 
 def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tensor:
@@ -116,6 +116,8 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
             f"values {list(values.shape)}, table {list(table.shape)} and index {list(index.shape)} do not go together: "
             "[T, ...], [R, ...] and [T] or [T, C] are wanted"
         )
+    if index.device != values.device or index.dtype != torch.int64:
+        require_index("embedding_add", values, index, name="index")
     if sizes and (min(sizes) < 0 or sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
         raise ValueError(
             f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
@@ -141,6 +143,8 @@ def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     require_offsets("broadcast_add", values, dense.shape[0], offsets=offsets)
     if dense.shape[1:] != values.shape[1:]:
         raise ValueError(f"values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ")
+    if dense.device != values.device:
+        require_one_device("broadcast_add", values=values, dense=dense)
     return _broadcast_add(values, offsets, cast(dense, values.dtype))
 
 
@@ -153,6 +157,8 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
     require_offsets("concat", a, a_offsets=a_offsets, b_offsets=b_offsets)
     if a.shape[1:] != b.shape[1:]:
         raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
+    if b.device != a.device:
+        require_one_device("concat", a=a, b=b)
     if a.dtype != b.dtype:
         dtype = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
@@ -181,8 +187,7 @@ def gather_sequences(
         values ``[T', ...]`` and offsets ``[N + 1]``; the backward sums over the copies of a sequence.
     """
     require_offsets("gather_sequences", values, offsets=offsets)
-    require_index("gather_sequences", values, index, name="index")
-    new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
+    new_offsets = _new_offsets("gather_sequences", offsets, index)
     rows = int(new_offsets[-1]) if total is None else total
     return _gather_sequences(values, offsets, index, new_offsets, rows, rising), new_offsets
 
@@ -193,9 +198,16 @@ def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> t
     Args:
         total: T', where the caller knows it; otherwise the host waits for the device to learn it.
     """
-    new_offsets = offsets_from_lengths(offsets.diff().index_select(0, index))
+    new_offsets = _new_offsets("sequence_rows", offsets, index)
     rows = int(new_offsets[-1]) if total is None else total
     return reference.sequence_rows(offsets, index, new_offsets, rows), new_offsets
+
+
+def _new_offsets(operator: str, offsets: Tensor, index: Tensor) -> Tensor:
+    require_index(operator, offsets, index, name="index")
+    if index.dim() != 1:
+        raise ValueError(f"{operator}: index must be [N], is {list(index.shape)}")
+    return _gathered_offsets(offsets, index)
 
 
 def _require_length(name: str, value: int) -> None:
@@ -208,6 +220,10 @@ def _require_length(name: str, value: int) -> None:
 
 def _run_to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
     return _backend(values).to_padded(values, offsets, max_length, padding, right)
+
+
+def _run_last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return _backend(values).last_k(values, offsets, k)
 
 
 def _run_from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
@@ -250,6 +266,10 @@ def _run_split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) 
     return _backend(values).split(values, a_offsets, offsets, a_rows)
 
 
+def _run_gathered_offsets(offsets: Tensor, index: Tensor) -> Tensor:
+    return _backend(offsets).gathered_offsets(offsets, index)
+
+
 def _run_gather_sequences(
     values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int, rising: bool
 ) -> Tensor:
@@ -271,6 +291,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _back_to_padded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _from_padded(grad, *ctx.saved_tensors, ctx.rows[0], ctx.options[2]), None, None, None, None
+
+
+def _keep_last(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # of the mask: there is none
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(inputs[1])
+    ctx.rows = inputs[0].shape[0]
+
+
+def _back_last_k(ctx: Any, grad: Tensor | None, _of_mask: None) -> tuple[Tensor | None, ...]:
+    return None if grad is None else _from_padded(grad, *ctx.saved_tensors, ctx.rows, True), None, None
 
 
 def _back_from_padded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -344,6 +375,16 @@ _to_padded = operator(
     backward=_back_to_padded,
     setup_context=_keep,
 )
+_last_k = operator(
+    "last_k",
+    _run_last_k,
+    lambda values, offsets, k: (
+        values.new_empty((offsets.shape[0] - 1, k, *values.shape[1:])),
+        offsets.new_empty((offsets.shape[0] - 1, k), dtype=torch.bool),
+    ),
+    backward=_back_last_k,
+    setup_context=_keep_last,
+)
 _from_padded = operator(
     "from_padded",
     _run_from_padded,
@@ -416,6 +457,9 @@ _split = operator(
     ),
     backward=_back_split,
     setup_context=_keep,
+)
+_gathered_offsets = operator(
+    "gathered_offsets", _run_gathered_offsets, lambda offsets, index: offsets.new_empty((index.shape[0] + 1,))
 )
 _gather_sequences = operator(
     "gather_sequences",

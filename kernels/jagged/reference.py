@@ -38,6 +38,16 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, 
     return padded.masked_fill_(_unsqueeze_to(~valid, padded.dim()), padding)
 
 
+def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The last k rows of each sequence, right aligned, ``[B, k, ...]``, and ``last_mask``."""
+    return to_padded(values, offsets, k, 0.0, True), last_mask(offsets, k)
+
+
+def last_mask(offsets: Tensor, k: int) -> Tensor:
+    """Which of the last k places of each sequence it fills: bool ``[B, k]``."""
+    return torch.arange(k, 0, -1, device=offsets.device) <= offsets.diff()[:, None]
+
+
 def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
     """``[B, L, ...]`` to ``[T, ...]``; rows of a sequence that have no place among L are zero."""
     batch, length = padded.shape[:2]
@@ -105,6 +115,16 @@ def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tu
     """Undoes ``concat``: ``[Ta, ...]``, of which there are ``a_rows``, and ``[Tb, ...]``."""
     a_place, b_place = _places(a_offsets, offsets - a_offsets, a_rows, values.shape[0] - a_rows)
     return values.index_select(0, a_place), values.index_select(0, b_place)
+
+
+def gathered_offsets(offsets: Tensor, index: Tensor) -> Tensor:
+    """Offsets ``[N + 1]`` of the sequences ``index [N]`` of a batch of R, packed one after another."""
+    return offsets_from_lengths(offsets.diff().index_select(0, index))
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """Lengths ``[B]`` to int64 offsets ``[B + 1]``."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
 def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets: Tensor, total: int) -> Tensor:

@@ -24,40 +24,22 @@ from kernels.common.launcher import Launch
 from kernels.common.rows import matrix, rounds, row_owners
 from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
+from kernels.jagged.offsets_triton import gathered_offsets as gathered_offsets
 from kernels.jagged.short_sums_triton import SHORT, short_sum, sort, starts
+from kernels.jagged.tiles_triton import load, store, tile
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 _VARYING = ["B", "N", "rows", "length"]  # a batch's own numbers: one compiled kernel serves all of them
 
 
-@triton.jit
-def _tile(WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """First row and columns of this program's tile, and which columns there are."""
-    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    c = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
-    return (tl.program_id(0) // PARTS) * ROWS, c, c < WIDTH
-
-
-@triton.jit
-def _load(X, st, r, live, c, inside):
-    """Rows r of a matrix; zero where not ``live``."""
-    return tl.load(X + r.to(tl.int64)[:, None] * st + c[None, :], mask=live[:, None] & inside[None, :], other=0)
-
-
-@triton.jit
-def _store(X, st, value, r, live, c, inside):
-    mask = live[:, None] & inside[None, :]
-    tl.store(X + r.to(tl.int64)[:, None] * st + c[None, :], value.to(X.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=_VARYING)
 def pad_kernel(
-    X, OUT, OFFSETS, rows, length, padding, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    X, OUT, REAL, OFFSETS, rows, length, padding, stx, WIDTH: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``to_padded``; ``rows`` is B times ``length``."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    """``to_padded``; ``rows`` is B times ``length``. Which rows are no padding goes to ``REAL``, if that is wanted."""
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     b = r // length
@@ -67,9 +49,11 @@ def pad_kernel(
     if RIGHT:
         place = end - length + (r - b * length)
     real = live & (place >= begin) & (place < end)
-    x = _load(X, stx, place, real, c, inside)
+    if REAL is not None:
+        tl.store(REAL + r, real, mask=live & (tl.min(c, 0) == 0))
+    x = load(X, stx, place, real, c, inside)
     x = tl.where(real[:, None], x, tl.full([ROWS, BLOCK], padding, x.dtype))
-    _store(OUT, WIDTH, x, r, live, c, inside)
+    store(OUT, WIDTH, x, r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -78,7 +62,7 @@ def unpad_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``from_padded``; ``rows`` is T, ``stb`` the stride of a sequence."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
@@ -89,7 +73,7 @@ def unpad_kernel(
     real = live & (place >= 0) & (place < length)
     pointer = X + b.to(tl.int64)[:, None] * stb + place[:, None] * stx + c[None, :]
     x = tl.load(pointer, mask=real[:, None] & inside[None, :], other=0)
-    _store(OUT, WIDTH, x, r, live, c, inside)
+    store(OUT, WIDTH, x, r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -98,19 +82,19 @@ def gather_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``gather_rows``, or with ``ADD`` ``embedding_add``; ``rows`` is N."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     if CHOICES == 1 and ADD is None:
-        out = _load(X, stx, tl.load(INDEX + r, mask=live, other=0), live, c, inside)
+        out = load(X, stx, tl.load(INDEX + r, mask=live, other=0), live, c, inside)
     else:
         out = tl.zeros([ROWS, BLOCK], tl.float32)
         if ADD is not None:
-            out = _load(ADD, sta, r, live, c, inside).to(tl.float32)
+            out = load(ADD, sta, r, live, c, inside).to(tl.float32)
         for i in tl.static_range(CHOICES):
             place = tl.load(INDEX + r.to(tl.int64) * CHOICES + i, mask=live, other=0)
-            out += _load(X, stx, place, live, c, inside).to(tl.float32)
-    _store(OUT, WIDTH, out, r, live, c, inside)
+            out += load(X, stx, place, live, c, inside).to(tl.float32)
+    store(OUT, WIDTH, out, r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -119,17 +103,17 @@ def spread_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``spread``, or with ``ADD`` ``broadcast_add``; ``rows`` is T."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
-    x = _load(X, stx, b, live, c, inside)
+    x = load(X, stx, b, live, c, inside)
     if MEAN:
         begin, end = tl.load(OFFSETS + b, mask=live, other=0), tl.load(OFFSETS + b + 1, mask=live, other=1)
         x = x.to(tl.float32) * (1.0 / (end - begin).to(tl.float32))[:, None]
     if ADD is not None:
-        x = x.to(tl.float32) + _load(ADD, sta, r, live, c, inside).to(tl.float32)
-    _store(OUT, WIDTH, x, r, live, c, inside)
+        x = x.to(tl.float32) + load(ADD, sta, r, live, c, inside).to(tl.float32)
+    store(OUT, WIDTH, x, r, live, c, inside)
 
 
 @triton.jit
@@ -149,13 +133,13 @@ def concat_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``concat``; ``OFFSETS`` are those of the result, ``rows`` its number of rows."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     first, place = _joined(A_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
-    x = _load(X, stx, place, live & first, c, inside)
-    y = _load(Y, sty, place, live & (first == 0), c, inside)
-    _store(OUT, WIDTH, tl.where(first[:, None], x, y), r, live, c, inside)
+    x = load(X, stx, place, live & first, c, inside)
+    y = load(Y, sty, place, live & (first == 0), c, inside)
+    store(OUT, WIDTH, tl.where(first[:, None], x, y), r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -164,13 +148,13 @@ def split_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``split``; arguments as in ``concat_kernel``."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     first, place = _joined(A_OFFSETS, OFFSETS, B, start, r, live, rows, ROWS, ROUNDS)
-    x = _load(X, stx, r, live, c, inside)
-    _store(OUT, WIDTH, x, place, live & first, c, inside)
-    _store(SECOND, WIDTH, x, place, live & (first == 0), c, inside)
+    x = load(X, stx, r, live, c, inside)
+    store(OUT, WIDTH, x, place, live & first, c, inside)
+    store(SECOND, WIDTH, x, place, live & (first == 0), c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -179,13 +163,13 @@ def sequences_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``gather_sequences``; ``rows`` is its number of rows."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     n = row_owners(NEW_OFFSETS, N, start, rows, ROWS, ROUNDS)
     place = r - tl.load(NEW_OFFSETS + n, mask=live, other=0)
     place += tl.load(OFFSETS + tl.load(INDEX + n, mask=live, other=0), mask=live, other=0)
-    _store(OUT, WIDTH, _load(X, stx, place, live, c, inside), r, live, c, inside)
+    store(OUT, WIDTH, load(X, stx, place, live, c, inside), r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -194,7 +178,7 @@ def copies_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``sum_sequences``: copies ``ORDER[STARTS[b] .. STARTS[b + 1] - 1]`` of sequence b; ``rows`` is T."""
-    start, c, inside = _tile(WIDTH, ROWS, BLOCK)
+    start, c, inside = tile(WIDTH, ROWS, BLOCK)
     r = start + tl.arange(0, ROWS)
     live = r < rows
     b = row_owners(OFFSETS, B, start, rows, ROWS, ROUNDS)
@@ -208,8 +192,8 @@ def copies_kernel(
         if ORDER is not None:
             copy = tl.load(ORDER + copy, mask=some, other=0)
         source = tl.load(NEW_OFFSETS + copy, mask=some, other=0) + place
-        out += _load(X, stx, source, some, c, inside).to(tl.float32)
-    _store(OUT, WIDTH, out, r, live, c, inside)
+        out += load(X, stx, source, some, c, inside).to(tl.float32)
+    store(OUT, WIDTH, out, r, live, c, inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -221,8 +205,8 @@ def sum_kernel(
 
     The parts of long sequences stand in ``PARTIAL`` at twice the chunk in which they begin, plus 1 but for the first.
     """
-    tile, c, inside = _tile(WIDTH, 1, BLOCK)
-    b, first, rows, start = sequence_chunk(OFFSETS, B, 0, tile, CHUNK, False, ROUNDS)
+    chunk, c, inside = tile(WIDTH, 1, BLOCK)
+    b, first, rows, start = sequence_chunk(OFFSETS, B, 0, chunk, CHUNK, False, ROUNDS)
     if (start >= rows) & (start > 0):
         return
     lane = tl.arange(0, ROWS)
@@ -233,7 +217,7 @@ def sum_kernel(
         live = i + lane < end
         if ORDER is not None:
             r = tl.load(ORDER + r, mask=live, other=0) // CHOICES
-        acc += _load(X, stx, r, live, c, inside).to(tl.float32)
+        acc += load(X, stx, r, live, c, inside).to(tl.float32)
     total = tl.sum(acc, 0)
     if rows <= CHUNK:
         if MEAN:
@@ -251,7 +235,7 @@ def finish_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sum of the long sequence that begins in a chunk, if one does: it is the last that begins there."""
-    cell, c, inside = _tile(WIDTH, 1, BLOCK)
+    cell, c, inside = tile(WIDTH, 1, BLOCK)
     b = find_sequence(OFFSETS, B, cell, CHUNK, 0, ROUNDS)
     first = tl.load(OFFSETS + b)
     rows = tl.load(OFFSETS + b + 1) - first
@@ -262,7 +246,7 @@ def finish_kernel(
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in range(0, parts.to(tl.int32), ROWS):
         slot = 2 * (cell + i + lane) + (i + lane > 0).to(tl.int32)
-        acc += _load(PARTIAL, WIDTH, slot, i + lane < parts, c, inside)
+        acc += load(PARTIAL, WIDTH, slot, i + lane < parts, c, inside)
     total = tl.sum(acc, 0)
     if MEAN:
         total = total / rows.to(tl.float32)
@@ -273,12 +257,29 @@ def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, 
     """See ``reference.to_padded``."""
     if values.dtype not in _MOVED:
         return reference.to_padded(values, offsets, max_length, padding, right)
-    batch = offsets.shape[0] - 1
-    out = values.new_empty(batch, max_length, *values.shape[1:])
+    out = values.new_empty(offsets.shape[0] - 1, max_length, *values.shape[1:])
     if out.numel():
-        (x, stride), rows = matrix(values), batch * max_length
-        _launch(pad_kernel, rows, x, (x, out, offsets), (rows, max_length, float(padding)), (stride,), RIGHT=right)
+        _pad(values, offsets, out, None, padding, right)
     return out
+
+
+def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.last_k``."""
+    if values.dtype not in _MOVED:
+        return reference.last_k(values, offsets, k)
+    batch = offsets.shape[0] - 1
+    out = values.new_empty(batch, k, *values.shape[1:])
+    if not out.numel():
+        return out, reference.last_mask(offsets, k)
+    real = values.new_empty((batch, k), dtype=torch.bool)
+    _pad(values, offsets, out, real, 0.0, True)
+    return out, real
+
+
+def _pad(values: Tensor, offsets: Tensor, out: Tensor, real: Tensor | None, padding: float, right: bool) -> None:
+    (x, stride), (batch, length) = matrix(values), out.shape[:2]
+    tensors, numbers = (x, out, real, offsets), (batch * length, length, float(padding))
+    _launch(pad_kernel, batch * length, x, tensors, numbers, (stride,), RIGHT=right)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:

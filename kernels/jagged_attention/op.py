@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common.eager import direct
-from kernels.common.inputs import require_floats, require_index, require_offsets
+from kernels.common.inputs import require_floats, require_index, require_offsets, require_one_device
 from kernels.jagged.padding import compute_dtype
 from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
@@ -96,6 +96,8 @@ def jagged_attention(
         raise ValueError(f"{of_q[1]} query heads are no multiple of {of_k[1]} key heads: they do not go together")
     if not q.is_floating_point():
         require_floats("jagged_attention", q=q)  # k and v are cast to its dtype
+    if not q.device == k.device == v.device:
+        require_one_device("jagged_attention", q=q, k=k, v=v)
     if q_offsets is not None and request_index is None:
         require_offsets("jagged_attention", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
     else:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.common.inputs import require_one_device
 from kernels.common.operators import operator
 from kernels.norms import reference
 
@@ -104,15 +105,19 @@ def _apply(
     act: str,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    shape = x.shape
+    shape, device = x.shape, x.device
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"act must be sigmoid or silu, got {act!r}")
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != shape:
             raise ValueError(f"{name} {list(other.shape)} must have the shape of x {list(shape)}")
+        if other is not None and other.device != device:
+            require_one_device("norm", **{"x": x, name: other})
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.shape != shape[-1:]:
             raise ValueError(f"{name} {list(other.shape)} must have the width of x {list(shape)}")
+        if other is not None and other.device != device:
+            require_one_device("norm", **{"x": x, name: other})
     options = (weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
     if len(shape) == 2:
         return _norm(x, residual, gate, *options)

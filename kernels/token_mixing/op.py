@@ -5,6 +5,7 @@ Legend: N rows of a batch, n tokens in, P tokens out, D width, K terms.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -80,13 +81,26 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
             f"x {list(of_x)}, mix {list(of_mix)} and maps {list(of_maps)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
-    mix, maps = cast(mix, x.dtype), cast(maps, x.dtype)
-    inputs = (x, mix, maps)
-    if wanted(inputs) and all_direct(inputs) and not torch.is_autocast_enabled(x.device.type):
-        return _SumKron.apply(*inputs)
-    (terms, width, outputs), rows, few = of_maps, of_x[0], of_mix[2]
-    mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
-    return torch.mm(mixed, maps.reshape(terms * width, outputs)).view(rows, few, outputs)
+    inputs = (x, cast(mix, x.dtype), cast(maps, x.dtype))
+    with _no_autocast(x):
+        if all_direct(inputs):
+            return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
+        mixed = _mix_tokens(*inputs[:2]).view(of_x[0] * of_mix[2], of_maps[0] * of_maps[1])
+        return torch.mm(mixed, inputs[2].reshape(-1, of_maps[2])).view(of_x[0], of_mix[2], of_maps[2])
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Products in the dtype of x, whatever autocast says; costs nothing where it says nothing."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, and for the backward the mixed tokens ``[N P, K D]`` and the maps as one, ``[K D, E]``."""
+    (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
+    mixed = _forward(x, mix).view(rows * few, terms * width)
+    joined = maps.reshape(terms * width, outputs)
+    return torch.mm(mixed, joined).view(rows, few, outputs), mixed, joined
 
 
 class _SumKron(torch.autograd.Function):
@@ -94,11 +108,9 @@ class _SumKron(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:  # type: ignore[override]
-        (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
-        mixed = _forward(x, mix).view(rows * few, terms * width)
-        joined = maps.reshape(terms * width, outputs)
+        out, mixed, joined = _sum_kron(x, mix, maps)
         ctx.save_for_backward(x, mix, joined, mixed if ctx.needs_input_grad[2] else None)
-        return torch.mm(mixed, joined).view(rows, few, outputs)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -107,10 +119,11 @@ class _SumKron(torch.autograd.Function):
         (rows, _, width), (terms, _, few) = x.shape, mix.shape
         grad = grad.reshape(rows * few, joined.shape[1])
         dx = d_mix = d_maps = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
-        if mixed is not None:
-            d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
+        with _no_autocast(x):
+            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+                dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
+            if mixed is not None:
+                d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
         return dx, d_mix, d_maps
 
 

@@ -14,13 +14,15 @@ from torch import Tensor
 
 def forward(x: Tensor, matrix: Tensor) -> Tensor:
     """Output ``[N, P, D]`` of x ``[N, n, D]`` and matrix ``[n, P]`` or ``[K, n, p]``."""
-    return torch.bmm(_joined(matrix).t().expand(x.shape[0], -1, -1), x)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.bmm(_joined(matrix).t().expand(x.shape[0], -1, -1), x)
 
 
 def backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and matrix."""
-    dx = torch.bmm(_joined(matrix).expand(x.shape[0], -1, -1), grad)
-    return dx, as_terms(torch.bmm(x, grad.transpose(1, 2)).sum(0), matrix)
+    with torch.autocast(x.device.type, enabled=False):
+        dx = torch.bmm(_joined(matrix).expand(x.shape[0], -1, -1), grad)
+        return dx, as_terms(torch.bmm(x, grad.transpose(1, 2)).sum(0), matrix)
 
 
 def sides(matrix: Tensor) -> tuple[int, int, int]:

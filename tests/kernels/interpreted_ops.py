@@ -32,7 +32,7 @@ def offsets_of(lengths: list[int]) -> Tensor:
 def close(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
     assert got.shape == want.shape
     assert got.isfinite().all()
-    error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
     assert error < tolerance, float(error)
 
 
@@ -97,6 +97,7 @@ def movement() -> None:
         for right in (False, True):
             same(jagged_triton.to_padded, jagged_reference.to_padded, x, offsets, 7, -2.0, right)
             same(jagged_triton.from_padded, jagged_reference.from_padded, padded, offsets, rows, right)
+        same(jagged_triton.last_k, jagged_reference.last_k, x, offsets, 4)
         joined = same(jagged_triton.concat, jagged_reference.concat, x, y, offsets, offsets + other)
         same(jagged_triton.split, jagged_reference.split, joined, offsets, offsets + other, rows)
         for mean in (False, True):
@@ -114,13 +115,18 @@ def gathers() -> None:
     x, many = torch.randn(rows, 2, 4), torch.randn(700, 2, 4)
     for index, rising in ((torch.tensor([4, 0, 2, 2, 1, 4, 3]), False), (torch.tensor([0, 0, 2, 2, 4]), True)):
         same(jagged_triton.gather_rows, jagged_reference.gather_rows, x, index)
-        new_offsets = offsets_of([lengths[i] for i in index])
+        new_offsets = same(jagged_triton.gathered_offsets, jagged_reference.gathered_offsets, offsets, index)
+        assert new_offsets.tolist() == offsets_of([lengths[i] for i in index]).tolist()
         total = int(new_offsets[-1])
         copies = same(
             jagged_triton.gather_sequences, jagged_reference.gather_sequences, x, offsets, index, new_offsets, total
         )
         arguments = (copies, offsets, index, new_offsets, rows, rising)
         same(jagged_triton.sum_sequences, jagged_reference.sum_sequences, *arguments)
+    for count in (0, 1025, 5000):  # as far as one program goes, and beyond
+        index = torch.randint(5, (count,), dtype=torch.int32)
+        new_offsets = jagged_triton.gathered_offsets(offsets, index)
+        assert torch.equal(new_offsets, jagged_reference.gathered_offsets(offsets, index))
     index = torch.randint(3, (700,)) * 2
     same(jagged_triton.scatter_sum, jagged_reference.scatter_sum, many, index, 6, False)
     same(jagged_triton.scatter_sum, jagged_reference.scatter_sum, many, index.sort().values, 6, True)

@@ -11,7 +11,10 @@ import torch
 from kernels import jagged
 from kernels.block_attention import block_attention
 from kernels.gdpa import gdpa
+from kernels.interaction import fm_block
 from kernels.jagged_attention import jagged_attention
+from kernels.norms import add_layer_norm, rms_norm
+from kernels.token_mixing import mix_tokens, sum_kron
 
 OFF = jagged.offsets_from_lengths(torch.tensor([3, 0, 5]))
 FEWER = OFF[[0, 1, 3]]
@@ -19,6 +22,9 @@ X = torch.randn(8, 5)
 Q = torch.randn(8, 4, 16)
 KEYS = torch.randn(3, 6, 4, 16)
 THREE = torch.tensor([0, 1, 2])
+EIGHT = torch.arange(8)
+FAR = Q.to("meta")
+MAPS = torch.randn(2, 16, 5)
 
 
 @pytest.mark.parametrize("kernel", [gdpa, jagged_attention])
@@ -72,6 +78,41 @@ def test_attention(kernel: Callable[..., Any], arguments: tuple[Any, ...], probl
 def test_one_operator(call: Callable[[], Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: gdpa(Q, Q, FAR, OFF, OFF), "gdpa: v is on meta, but q on cpu"),
+        (lambda: gdpa(Q, KEYS.to("meta"), KEYS, OFF), "gdpa: k is on meta, but q on cpu"),
+        (lambda: jagged_attention(FAR, Q, Q, OFF, OFF), "jagged_attention: k is on cpu, but q on meta"),
+        (lambda: block_attention(Q, FAR, Q, OFF), "block_attention: k is on meta, but q on cpu"),
+        (
+            lambda: block_attention(Q, Q, Q, OFF, positions=FAR[:, 0, 0], frequencies=Q[0, 0, :8]),
+            "block_attention: positions is on meta, but q on cpu",
+        ),
+        (lambda: jagged.to_padded(X, OFF.to("meta"), 3), "to_padded: offsets is on meta"),
+        (lambda: jagged.concat(X, OFF, X.to("meta"), OFF), "concat: b is on meta, but a on cpu"),
+        (lambda: jagged.broadcast_add(X, OFF, X[:3].to("meta")), "broadcast_add: dense is on meta, but values on cpu"),
+        (lambda: jagged.embedding_add(X, X.to("meta"), EIGHT), "embedding_add: table is on meta, but values on cpu"),
+        (lambda: jagged.embedding_add(X, X, EIGHT.to("meta")), "embedding_add: index is on meta"),
+        (lambda: jagged.gather_sequences(X, OFF, THREE.to("meta")), "gather_sequences: index is on meta"),
+        (lambda: add_layer_norm(X, X.to("meta")), "norm: residual is on meta, but x on cpu"),
+        (lambda: rms_norm(X, X[0].to("meta")), "norm: weight is on meta, but x on cpu"),
+        (lambda: rms_norm(X, X[0], gate=X.to("meta")), "norm: gate is on meta, but x on cpu"),
+        (lambda: fm_block(Q, Q[0].to("meta")), "fm_block: y is on meta, but x on cpu"),
+        (lambda: mix_tokens(Q, X[:4].to("meta")), "mix_tokens: matrix is on meta, but x on cpu"),
+        (lambda: sum_kron(Q, Q[:2, :, :3], MAPS.to("meta")), "sum_kron: maps is on meta, but x on cpu"),
+    ],
+)
+def test_tensors_on_two_devices(call: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        call()
+
+
+def test_an_index_of_sequences_has_one_dim() -> None:
+    with pytest.raises(ValueError, match=r"gather_sequences: index must be \[N\], is \[3, 1\]"):
+        jagged.gather_sequences(X, OFF, THREE[:, None])
 
 
 def test_what_goes_together_is_taken() -> None:

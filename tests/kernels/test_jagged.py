@@ -212,6 +212,7 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     few = torch.randn(4, 2, dtype=dtype, requires_grad=True)
     index = torch.tensor([1, 0, 1, 3, 3, 3])
     torch.library.opcheck(torch.ops.opengem.to_padded.default, (x, OFFSETS, 3, 0.5, False))
+    torch.library.opcheck(torch.ops.opengem.last_k.default, (x, OFFSETS, 2))
     torch.library.opcheck(torch.ops.opengem.from_padded.default, (padded, OFFSETS, 6, True))
     torch.library.opcheck(torch.ops.opengem.gather_rows.default, (x, index, False))
     torch.library.opcheck(torch.ops.opengem.scatter_sum.default, (x, index, 4, False))
@@ -223,6 +224,7 @@ def test_operators_pass_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.opengem.concat.default, (x, few, OFFSETS, OFFSETS + torch.arange(5)))
     torch.library.opcheck(torch.ops.opengem.split.default, (x, torch.tensor([0, 1, 3]), torch.tensor([0, 3, 6]), 3))
     choice, new_offsets = torch.tensor([0, 0]), torch.tensor([0, 2, 4])
+    torch.library.opcheck(torch.ops.opengem.gathered_offsets.default, (OFFSETS, choice))
     torch.library.opcheck(torch.ops.opengem.gather_sequences.default, (x, OFFSETS, choice, new_offsets, 4, True))
     torch.library.opcheck(torch.ops.opengem.sum_sequences.default, (few, OFFSETS, choice, new_offsets, 6, True))
 

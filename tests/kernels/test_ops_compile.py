@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.block_attention import triton as block_attention  # noqa: E402
-from kernels.jagged import short_sums_triton, tables_triton  # noqa: E402
+from kernels.jagged import offsets_triton, short_sums_triton, tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
@@ -25,7 +25,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
 WHOLE = ("TAKEN", "TOTALS")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
-ODD = ("B", "N", "rows", "length")
+ODD = ("B", "N", "R", "rows", "length")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
 
 
@@ -37,6 +37,7 @@ def build(kernel: Any, constants: dict[str, Any], arch: int, dtype: torch.dtype,
             signature[name] = "constexpr"
         elif name.isupper() and name not in ODD:
             numbers = {**dict.fromkeys(LONG, "*i64"), **dict.fromkeys(WHOLE, "*i32"), **dict.fromkeys(SINGLE, "*fp32")}
+            numbers["REAL"] = "*i1"
             signature[name] = numbers.get(name, f"*{NAMES[dtype]}")
         else:
             signature[name] = "fp32" if name in ("scale", "eps", "padding") else "i32"
@@ -78,6 +79,7 @@ def test_block_attention(backward: bool, width: int, columns: int, group: int, d
 
 MOVED = [
     ("pad_kernel", {"RIGHT": True}),
+    ("pad_kernel", {"RIGHT": False, "REAL": None}),
     ("unpad_kernel", {"RIGHT": False, "ROUNDS": 2}),
     ("gather_kernel", {"CHOICES": 1, "ADD": None}),
     ("gather_kernel", {"CHOICES": 2}),
@@ -120,6 +122,14 @@ def test_short_sums_have_wide_accesses(arch: int) -> None:
         torch.bfloat16,
         num_warps=4,
     )
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("scan", [False, True])
+def test_offsets_of_an_index_stop_at_one_that_is_not_there(scan: bool, arch: int) -> None:
+    constants = {"SCAN": scan, "BLOCK": offsets_triton.BLOCK}
+    compiled = build(offsets_triton.lengths_kernel, constants, arch, torch.bfloat16, num_warps=4, debug=True)
+    assert compiled.asm["ptx"].count("__assertfail") >= 2, "declared and called"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -12,6 +12,7 @@ from kernels import jagged
 from kernels.block_attention import block_attention
 from kernels.interaction import fm_block
 from kernels.jagged import offsets_from_lengths
+from kernels.jagged.op import sequence_rows
 from kernels.norms import add_layer_norm, layer_norm, rms_norm
 from kernels.token_mixing import mix_tokens, sum_kron
 from tests.kernels.unwritten import unwritten_is_nan
@@ -189,6 +190,8 @@ def moves(device: str) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, .
     return {
         "to_padded": (lambda x: jagged.to_padded(x, offsets, 100, 2.0), (x,)),
         "from_padded": (lambda padded: jagged.from_padded(padded, offsets, rows), (padded,)),
+        "last_k": (lambda x: jagged.last_k(x, offsets, 5)[0], (x,)),
+        "last_k, mask": (lambda x: x[: 5 * batch] * jagged.last_k(x, offsets, 5)[1].view(-1, 1), (x,)),
         "concat": (lambda x, y: jagged.concat(x, offsets, y, other)[0], (x, y)),
         "split": (lambda z: torch.cat(jagged.split(z, offsets, other, rows)[::-1]), (torch.cat([x, y]),)),
         "broadcast_add": (lambda x, dense: jagged.broadcast_add(x, offsets, dense), (x, dense)),
@@ -203,6 +206,27 @@ def moves(device: str) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, .
         ),
         "embedding_add": (lambda x, table: jagged.embedding_add(x, table, many[:rows] * 7 % batch), (x, dense)),
     }
+
+
+@pytest.mark.parametrize("count", [1, 1025, 4096, 4097, 70_000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_offsets_of_gathered_sequences(dtype: torch.dtype, count: int) -> None:
+    offsets = offsets_of(list(range(300)))
+    index = torch.randint(300, (count,), dtype=dtype, device="cuda")
+    lengths = offsets.diff().index_select(0, index)
+    values = torch.arange(int(offsets[-1]), device="cuda")
+    rows, new_offsets = jagged.gather_sequences(values, offsets, index)
+    assert torch.equal(new_offsets, offsets_from_lengths(lengths))
+    assert torch.equal(rows, sequence_rows(offsets, index)[0])
+
+
+def test_which_rows_are_real_among_the_last() -> None:
+    offsets = offsets_of(LENGTHS)
+    for width, k in ((48, 5), (3000, 70), (0, 4), (1, 0)):
+        rows, real = jagged.last_k(torch.ones(sum(LENGTHS), width, device="cuda"), offsets, k)
+        want = torch.arange(k, 0, -1, device="cuda") <= offsets.diff()[:, None]
+        assert torch.equal(real, want)
+        assert torch.equal(rows, want[:, :, None].expand_as(rows).float())
 
 
 @pytest.mark.parametrize("name", moves("meta"))
