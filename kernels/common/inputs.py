@@ -21,6 +21,15 @@ def require_floats(operator: str, **inputs: Tensor) -> None:
     Raises:
         ValueError: names the operator and the input.
     """
+    device = None
+    for value in inputs.values():
+        # In one go where all is well: this is host time of every call.
+        if value.dtype not in _FLOATS or (device is not None and value.device != device):
+            _refuse_floats(operator, inputs)
+        device = value.device
+
+
+def _refuse_floats(operator: str, inputs: dict[str, Tensor]) -> None:
     for name, value in inputs.items():
         if value.dtype not in _FLOATS:
             raise ValueError(f"{operator}: {name} is {value.dtype}; float64, float32, bfloat16 and float16 are taken")

@@ -5,7 +5,6 @@ Legend: N rows of a batch, n tokens in, P tokens out, D width, K terms.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -82,17 +81,19 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
             "[K, n, P] and [K, D, E] are wanted"
         )
     inputs = (x, cast(mix, x.dtype), cast(maps, x.dtype))
-    with _no_autocast(x):
-        if all_direct(inputs):
-            return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
-        mixed = _mix_tokens(*inputs[:2]).view(of_x[0] * of_mix[2], of_maps[0] * of_maps[1])
-        return torch.mm(mixed, inputs[2].reshape(-1, of_maps[2])).view(of_x[0], of_mix[2], of_maps[2])
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):  # which would change the dtype of the product
+            return _apply(inputs)
+    return _apply(inputs)
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Products in the dtype of x, whatever autocast says; costs nothing where it says nothing."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+def _apply(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    if all_direct(inputs):
+        return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
+    x, mix, maps = inputs
+    (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
+    mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
+    return torch.mm(mixed, maps.reshape(terms * width, outputs)).view(rows, few, outputs)
 
 
 def _sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +120,7 @@ class _SumKron(torch.autograd.Function):
         (rows, _, width), (terms, _, few) = x.shape, mix.shape
         grad = grad.reshape(rows * few, joined.shape[1])
         dx = d_mix = d_maps = None
-        with _no_autocast(x):
+        with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
                 dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
             if mixed is not None:
