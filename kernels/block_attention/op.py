@@ -13,7 +13,14 @@ from torch import Tensor
 
 from kernels.block_attention import reference
 from kernels.block_attention.reference import BLOCK
-from kernels.common.inputs import require_floats, require_offsets, require_one_device
+from kernels.common.inputs import (
+    FLOATS,
+    require_floats,
+    require_numbers,
+    require_offsets,
+    require_one_device,
+    require_spans,
+)
 from kernels.common.operators import operator
 
 __all__ = ["BLOCK", "block_attention"]
@@ -65,24 +72,32 @@ def block_attention(
     """
     if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    if not q.is_floating_point():
-        require_floats("block_attention", q=q)  # k and v are cast to its dtype
+    if not q.shape[2] or not k.shape[1]:
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} need at least one head and one element")
+    require_numbers("block_attention", scale=scale)
+    if k.dtype != q.dtype or v.dtype != q.dtype or q.dtype not in FLOATS:
+        require_floats("block_attention", q=q, k=k, v=v)
+        k, v = k.to(q.dtype), v.to(q.dtype)
     if not q.device == k.device == v.device:
         require_one_device("block_attention", q=q, k=k, v=v)
     require_offsets("block_attention", q, offsets=offsets)
+    require_spans("block_attention", offsets=(offsets, q.shape[0]))
     if (positions is None) != (frequencies is None):
         raise ValueError("positions and frequencies go together")
     if positions is not None and frequencies is not None:
         require_one_device("block_attention", q=q, positions=positions, frequencies=frequencies)
         columns = positions.shape[1] if positions.dim() == 2 else 1
-        if columns not in (1, 2) or positions.shape[0] != q.shape[0] or q.shape[2] % (2 * columns):
+        if (
+            columns not in (1, 2)
+            or positions.dim() not in (1, 2)
+            or positions.shape[0] != q.shape[0]
+            or q.shape[2] % (2 * columns)
+        ):
             raise ValueError(
                 f"positions {list(positions.shape)} do not fit q {list(q.shape)}: [T] or [T, 2] and even d"
             )
         if frequencies.shape != (q.shape[2] // 2,):
             raise ValueError(f"frequencies: expected {q.shape[2] // 2}, one per pair, got {list(frequencies.shape)}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
     factor = q.shape[2] ** -0.5 if scale is None else scale
     return _block_attention(q, k, v, offsets, positions, frequencies, factor)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -18,9 +19,11 @@ _KNOWN = frozenset((*_PLAIN, int, float, bool, str, type(None), torch.dtype, tup
 
 
 def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing traces, fakes or transforms these tensors: no compiler, subclass, dispatch mode or functorch."""
+    """Whether nothing traces, fakes or transforms these tensors: no compiler, meta, subclass, mode, functorch."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not q.is_meta
         and type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
@@ -30,10 +33,32 @@ def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def all_direct(args: tuple[Any, ...]) -> bool:
-    """The same for any arguments of an operator."""
+    """The same for any arguments of an operator, of which the first is a tensor."""
     return (
         not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and _KNOWN.issuperset(map(type, args))
+        and not args[0].is_meta
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def readable(numbers: Tensor) -> bool:
+    """Whether the numbers in a tensor can be looked at: nothing traces, and no device is waited for."""
+    return numbers.device.type == "cpu" and all_direct((numbers,))
+
+
+def refuse_tangents(operator: str, args: tuple[Any, ...]) -> None:
+    """Refuses inputs of forward-mode differentiation: PyTorch would take their tangents for zero without a word.
+
+    Raises:
+        NotImplementedError: names the operator.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in args:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{operator} has no forward-mode derivative (jvp): use reverse mode, torch.autograd.grad"
+            )

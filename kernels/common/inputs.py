@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from kernels.common.eager import readable
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What operators with arithmetic take."""
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,14 +27,14 @@ def require_floats(operator: str, **inputs: Tensor) -> None:
     device = None
     for value in inputs.values():
         # In one go where all is well: this is host time of every call.
-        if value.dtype not in _FLOATS or (device is not None and value.device != device):
+        if value.dtype not in FLOATS or (device is not None and value.device != device):
             _refuse_floats(operator, inputs)
         device = value.device
 
 
 def _refuse_floats(operator: str, inputs: dict[str, Tensor]) -> None:
     for name, value in inputs.items():
-        if value.dtype not in _FLOATS:
+        if value.dtype not in FLOATS:
             raise ValueError(f"{operator}: {name} is {value.dtype}; float64, float32, bfloat16 and float16 are taken")
     require_one_device(operator, **inputs)
 
@@ -52,11 +55,22 @@ def require_one_device(operator: str, **inputs: Tensor | None) -> None:
             raise ValueError(f"{operator}: {name} is on {value.device}, but {first} on {device}")
 
 
+def require_numbers(operator: str, **numbers: object) -> None:
+    """Refuses a tensor where a number is wanted: it would be read as a constant, and get no gradient.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, Tensor):
+            raise ValueError(f"{operator}: {name} must be a number, is a tensor; to learn it, multiply outside")
+
+
 def require_offsets(operator: str, like: Tensor, sequences: int | None = None, **offsets: Tensor) -> None:
     """Refuses offsets that are not int64 ``[B + 1]`` on the device of ``like``, with one B for all of them.
 
-    With fewer sequences on one side a kernel would read beyond its end. What the numbers say is not looked at: that
-    would wait for the device. Nothing is checked under a compiler, whose graphs sizes would be bound to.
+    With fewer sequences on one side a kernel would read beyond its end. What the numbers say is up to
+    ``require_spans``. Nothing is checked under a compiler, whose graphs sizes would be bound to.
 
     Args:
         sequences: B, where something else says it.
@@ -66,6 +80,8 @@ def require_offsets(operator: str, like: Tensor, sequences: int | None = None, *
     """
     if torch.compiler.is_compiling():
         return
+    if not isinstance(like, Tensor) or not like.dim():
+        raise ValueError(f"{operator}: the values must be a tensor of at least one dim, are {like!r}")
     device = like.device
     for name, value in offsets.items():
         # In one go where all is well: this is host time of every call.
@@ -88,6 +104,45 @@ def _refuse_offsets(operator: str, like: Tensor, sequences: int | None, name: st
     )
 
 
+def require_spans(operator: str, **spans: tuple[Tensor, int]) -> None:
+    """Refuses offsets that do not begin at 0, or fall, or do not end at so many rows.
+
+    Only where looking costs no wait: in eager code on the CPU.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    for name, (offsets, rows) in spans.items():
+        if not readable(offsets):
+            continue
+        first, last = int(offsets[0]), int(offsets[-1])
+        falls = bool((offsets[1:] < offsets[:-1]).any())
+        if first == 0 and last == rows and not falls:
+            continue
+        found = "fall somewhere" if falls else f"go from {first} to {last}"
+        raise ValueError(
+            f"{operator}: {name} {found}, but must begin at 0, never fall and end at the number of rows, {rows}; "
+            "kernels.jagged.offsets_from_lengths makes them"
+        )
+
+
+def require_range(operator: str, index: Tensor, rows: int, *, name: str = "index", rising: bool = False) -> None:
+    """Refuses an index of rows that are not there, or that falls though it was said to rise.
+
+    Only where looking costs no wait: in eager code on the CPU.
+
+    Raises:
+        ValueError: names the operator and the input.
+    """
+    if not readable(index) or not index.numel():
+        return
+    low, high = (int(x) for x in index.aminmax())
+    if low < 0 or high >= rows:
+        raise ValueError(f"{operator}: {name} has numbers from {low} to {high}, but the {rows} rows count from 0")
+    if rising and index.dim() == 1 and bool((index[1:] < index[:-1]).any()):
+        raise ValueError(f"{operator}: {name} falls somewhere, but must rise: sort it, or do not promise it")
+
+
 def require_index(operator: str, like: Tensor, index: Tensor, *, name: str, rows: int | None = None) -> None:
     """Refuses an index that is not of integers on the device of ``like``, or has not ``rows`` rows.
 
@@ -96,6 +151,8 @@ def require_index(operator: str, like: Tensor, index: Tensor, *, name: str, rows
     """
     if torch.compiler.is_compiling():
         return
+    if not isinstance(index, Tensor) or not isinstance(like, Tensor):
+        raise ValueError(f"{operator}: {name} and the values must be tensors, are {type(index)} and {type(like)}")
     if index.dtype not in (torch.int64, torch.int32) or index.dim() not in (1, 2):
         raise ValueError(f"{operator}: {name} must be int64 or int32 [N], is {index.dtype} {list(index.shape)}")
     if index.device != like.device:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.eager import all_direct
+from kernels.common.eager import all_direct, refuse_tangents
 
 _LIBRARY = torch.library.Library("opengem", "FRAGMENT")
 
@@ -31,14 +31,15 @@ def operator(
     Args:
         function: runs on every device; its annotations give the schema. It changes no argument and returns new tensors.
         fake: the shapes and dtypes of what ``function`` returns.
-        backward, setup_context: as for ``torch.library.register_autograd``; an operator without has no gradient.
+        backward, setup_context: as for ``torch.library.register_autograd``; an operator without refuses to be
+            differentiated.
     """
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"opengem::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.opengem, name).default
     if backward is None or setup_context is None:
-        return _past_dispatcher(op, function, None)
+        backward, setup_context = refusal(name), _nothing_kept
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -46,7 +47,30 @@ def operator(
 
     traced = _recorded(below, backward, setup_context)
     _LIBRARY.impl(name, lambda *args: traced(*args) if wanted(args) else below(*args), "Autograd")
-    return _past_dispatcher(op, function, _recorded(function, backward, setup_context))
+    return _past_dispatcher(name, op, function, _recorded(function, backward, setup_context))
+
+
+def refusal(name: str) -> Callable[..., Any]:
+    """The backward of an operator without one.
+
+    Without it what comes out of a backward counts as a constant, and a penalty on gradients would do nothing.
+    """
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        first = name.removesuffix("_backward")
+        raise NotImplementedError(f"{first} has no second derivative; compute what you differentiate twice in PyTorch")
+
+    return refuse
+
+
+def undifferentiated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with outputs that refuse to be differentiated where its inputs want gradients."""
+    recorded = _recorded(function, refusal(name), _nothing_kept)
+    return lambda *args: recorded(*args) if wanted(args) else function(*args)
+
+
+def _nothing_kept(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Saves nothing for a backward."""
 
 
 def wanted(args: tuple[Any, ...]) -> bool:
@@ -72,12 +96,15 @@ def _recorded(
     return Recorded.apply
 
 
-def _past_dispatcher(op: Any, function: Callable[..., Any], recorded: Callable[..., Any] | None) -> Callable[..., Any]:
+def _past_dispatcher(
+    name: str, op: Any, function: Callable[..., Any], recorded: Callable[..., Any]
+) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
+        refuse_tangents(name, args)
         if not all_direct(args):
             return op(*args)
         if not wanted(args):
             return function(*args)
-        return op(*args) if recorded is None else recorded(*args)
+        return recorded(*args)
 
     return call

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kernels.common.eager import direct
-from kernels.common.inputs import require_floats, require_index, require_offsets, require_one_device
+from kernels.common.eager import direct, readable, refuse_tangents
+from kernels.common.inputs import (
+    FLOATS,
+    require_floats,
+    require_index,
+    require_numbers,
+    require_offsets,
+    require_one_device,
+    require_range,
+    require_spans,
+)
+from kernels.common.operators import refusal, undifferentiated
 from kernels.gdpa import reference
 from kernels.jagged.requests import request_offsets
 
@@ -95,15 +104,20 @@ def gdpa(
     """
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
-    if window is not None and window < 0:
-        raise ValueError(f"window must not be negative, got {window}")
+    if window is not None and (isinstance(window, float) or window < 0):
+        raise ValueError(f"window must be an integer and not negative, got {window}")
+    require_numbers("gdpa", scale=scale, logit_scale=logit_scale)
     of_q, of_k = q.shape, k.shape
-    if len(of_q) != 3 or of_k != v.shape or of_k[-1] != of_q[-1] or of_q[1] % of_k[-2]:
+    if len(of_q) != 3 or len(of_k) < 3 or of_k != v.shape or of_k[-1] != of_q[-1] or of_q[1] % max(of_k[-2], 1):
         raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not go together")
+    if not of_k[-1] or not of_k[-2]:
+        raise ValueError(f"q {list(of_q)} and k {list(of_k)} need at least one head and one element")
     if len(of_k) != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
-    if not q.is_floating_point():
-        require_floats("gdpa", q=q)  # k and v are cast to its dtype
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype or dtype not in FLOATS:
+        require_floats("gdpa", q=q, k=k, v=v)
+        k, v = k.to(dtype), v.to(dtype)
     if not q.device == k.device == v.device:
         require_one_device("gdpa", q=q, k=k, v=v)
     if kv_offsets is None:
@@ -113,6 +127,12 @@ def gdpa(
         require_offsets("gdpa", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
     else:
         require_offsets("gdpa", k, kv_offsets=kv_offsets)
+    if q_offsets is not None and request_index is None:
+        require_spans("gdpa", q_offsets=(q_offsets, of_q[0]))
+    if kv_offsets is not None:
+        require_spans("gdpa", kv_offsets=(kv_offsets, of_k[0]))
+        if max_keys is not None:
+            _require_longest(kv_offsets, max_keys)
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -122,13 +142,13 @@ def gdpa(
             )
         require_offsets("gdpa", q, q_offsets=q_offsets)
         require_index("gdpa", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
+        require_spans("gdpa", q_offsets=(q_offsets, of_q[0]))
+        require_range("gdpa", request_index, _sequences(k, kv_offsets), name="request_index", rising=True)
         q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype:
-        k, v = k.to(dtype), v.to(dtype)
     limit = -1 if window is None else window
     bound = -1 if max_keys is None or kv_offsets is None else max_keys
     inputs = (q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
+    refuse_tangents("gdpa", inputs)
     if not direct(q, k, v):
         out = _gdpa(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -136,6 +156,11 @@ def gdpa(
     else:
         out = _forward(*inputs)
     return out if q_offsets is not None else out.view(_sequences(k, kv_offsets), *q.shape)
+
+
+def _require_longest(kv_offsets: Tensor, max_keys: int) -> None:
+    if readable(kv_offsets) and kv_offsets.shape[0] > 1 and int(kv_offsets.diff().max()) > max_keys:
+        raise ValueError(f"gdpa: max_keys is {max_keys}, but a sequence has {int(kv_offsets.diff().max())} keys")
 
 
 def _sequences(k: Tensor, kv_offsets: Tensor | None) -> int:
@@ -208,6 +233,10 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+_gdpa_backward.register_autograd(refusal("gdpa"))
+_backward_once = undifferentiated("gdpa", _backward)
+
+
 class _Eager(torch.autograd.Function):
     """The operator without the dispatcher, whose Python layers take longer than short kernels."""
 
@@ -217,9 +246,8 @@ class _Eager(torch.autograd.Function):
         return _forward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        gradients = _backward_once(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
         return (*gradients, None, None, None, None, None, None, None)
 
 

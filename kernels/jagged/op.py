@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import cast, require_floats, require_index, require_offsets, require_one_device
+from kernels.common import inputs
+from kernels.common.inputs import cast, require_floats, require_index, require_range, require_spans
 from kernels.common.operators import operator
 from kernels.jagged import reference
-from kernels.jagged.reference import sequence_ids
-
-__all__ = ["sequence_ids"]
 
 
 def _backend(values: Tensor) -> ModuleType:
@@ -38,29 +36,19 @@ def _kernels() -> ModuleType:
     return triton
 
 
-def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """Lengths ``[B]``, of any integer type, to int64 offsets ``[B + 1]``."""
-    if lengths.dim() != 1 or lengths.is_floating_point():
-        raise ValueError(f"lengths must be integers [B], are {lengths.dtype} {list(lengths.shape)}")
-    return reference.offsets_from_lengths(lengths)
-
-
-def lengths_from_offsets(offsets: Tensor) -> Tensor:
-    """Offsets ``[B + 1]`` to lengths ``[B]``."""
-    return offsets.diff()
-
-
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float = 0.0) -> Tensor:
     """``values [T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off."""
-    require_offsets("to_padded", values, offsets=offsets)
+    _require_packed("to_padded", values, offsets)
     _require_length("max_length", max_length)
     return _to_padded(values, offsets, max_length, padding, False)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     """``padded [B, L, ...]`` to ``[T, ...]`` with T = ``total``; rows of a sequence beyond L are zero."""
-    require_offsets("from_padded", padded, padded.shape[0], offsets=offsets)
+    if padded.dim() < 2:
+        raise ValueError(f"from_padded: padded must be [B, L, ...], is {list(padded.shape)}")
     _require_length("total", total)
+    _require_packed("from_padded", padded, offsets, total, padded.shape[0])
     return _from_padded(padded, offsets, total, False)
 
 
@@ -70,7 +58,7 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         the rows, and a bool mask ``[B, k]`` of the real ones.
     """
-    require_offsets("last_k", values, offsets=offsets)
+    _require_packed("last_k", values, offsets)
     _require_length("k", k)
     rows, real = _last_k(values, offsets, k)
     return rows, real
@@ -84,12 +72,19 @@ def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tenso
             sums the gradients of a row taken more than once, then needs no sort.
     """
     require_index("gather_rows", values, index, name="index")
+    if not values.dim():
+        raise ValueError("gather_rows: values must be [R, ...], are a single number")
+    require_range("gather_rows", index, values.shape[0], rising=rising)
     return _gather_rows(values, index, rising)
 
 
 def scatter_sum(values: Tensor, index: Tensor, rows: int, *, rising: bool = False) -> Tensor:
     """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
     require_index("scatter_sum", values, index, name="index")
+    _require_length("rows", rows)
+    if values.shape[:1] != index.shape[:1]:
+        raise ValueError(f"scatter_sum: values {list(values.shape)} and index {list(index.shape)} differ in rows")
+    require_range("scatter_sum", index, rows, rising=rising)
     return _scatter_sum(values, index, rows, rising)
 
 
@@ -123,28 +118,35 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
             f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
             f"{list(index.shape)}"
         )
+    require_range("embedding_add", index, table.shape[0])
+    for column in range(len(sizes)):
+        first = sum(sizes[:column])
+        require_range("embedding_add", index[:, column] - first, sizes[column], name=f"column {column} of index")
     return _embedding_add(values, cast(table, values.dtype), index, sizes)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sum over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    require_offsets("segment_sum", values, offsets=offsets)
+    _require_packed("segment_sum", values, offsets)
     return _segment_sum(values, offsets, False)
 
 
 def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
     """Mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    require_offsets("segment_mean", values, offsets=offsets)
+    _require_packed("segment_mean", values, offsets)
+    require_floats("segment_mean", values=values)
     return _segment_sum(values, offsets, True)
 
 
 def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     """Adds row b of ``dense [B, ...]``, in the dtype of values, to every row of sequence b of ``values [T, ...]``."""
-    require_offsets("broadcast_add", values, dense.shape[0], offsets=offsets)
-    if dense.shape[1:] != values.shape[1:]:
+    _require_packed("broadcast_add", values, offsets, sequences=dense.shape[0] if dense.dim() else None)
+    if not dense.dim() or dense.shape[1:] != values.shape[1:]:
         raise ValueError(f"values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ")
     if dense.device != values.device:
-        require_one_device("broadcast_add", values=values, dense=dense)
+        inputs.require_one_device("broadcast_add", values=values, dense=dense)
+    if dense.dtype != values.dtype and dense.is_floating_point() > values.is_floating_point():
+        raise ValueError(f"broadcast_add: dense is {dense.dtype}, which does not fit into {values.dtype}: cast it")
     return _broadcast_add(values, offsets, cast(dense, values.dtype))
 
 
@@ -154,11 +156,12 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
     Returns:
         values ``[Ta + Tb, ...]`` and offsets ``[B + 1]``.
     """
-    require_offsets("concat", a, a_offsets=a_offsets, b_offsets=b_offsets)
+    inputs.require_offsets("concat", a, a_offsets=a_offsets, b_offsets=b_offsets)
+    require_spans("concat", a_offsets=(a_offsets, a.shape[0]), b_offsets=(b_offsets, b.shape[:1].numel()))
     if a.shape[1:] != b.shape[1:]:
         raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
     if b.device != a.device:
-        require_one_device("concat", a=a, b=b)
+        inputs.require_one_device("concat", a=a, b=b)
     if a.dtype != b.dtype:
         dtype = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
@@ -168,8 +171,9 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
 
 def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """Undoes ``concat``: ``values [Ta + Tb, ...]`` to ``[Ta, ...]`` and ``[Tb, ...]``; ``a_rows`` is Ta."""
-    require_offsets("split", values, a_offsets=a_offsets, b_offsets=b_offsets)
+    inputs.require_offsets("split", values, a_offsets=a_offsets, b_offsets=b_offsets)
     _require_length("a_rows", a_rows)
+    require_spans("split", a_offsets=(a_offsets, a_rows), b_offsets=(b_offsets, values.shape[0] - a_rows))
     a, b = _split(values, a_offsets, a_offsets + b_offsets, a_rows)
     return a, b
 
@@ -186,9 +190,8 @@ def gather_sequences(
     Returns:
         values ``[T', ...]`` and offsets ``[N + 1]``; the backward sums over the copies of a sequence.
     """
-    require_offsets("gather_sequences", values, offsets=offsets)
-    new_offsets = _new_offsets("gather_sequences", offsets, index)
-    rows = int(new_offsets[-1]) if total is None else total
+    _require_packed("gather_sequences", values, offsets)
+    new_offsets, rows = _new_offsets("gather_sequences", offsets, index, total, rising)
     return _gather_sequences(values, offsets, index, new_offsets, rows, rising), new_offsets
 
 
@@ -198,20 +201,36 @@ def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> t
     Args:
         total: T', where the caller knows it; otherwise the host waits for the device to learn it.
     """
-    new_offsets = _new_offsets("sequence_rows", offsets, index)
-    rows = int(new_offsets[-1]) if total is None else total
+    new_offsets, rows = _new_offsets("sequence_rows", offsets, index, total, False)
     return reference.sequence_rows(offsets, index, new_offsets, rows), new_offsets
 
 
-def _new_offsets(operator: str, offsets: Tensor, index: Tensor) -> Tensor:
+def _new_offsets(operator: str, offsets: Tensor, index: Tensor, total: int | None, rising: bool) -> tuple[Tensor, int]:
+    """Offsets of the gathered sequences, and the number of their rows."""
     require_index(operator, offsets, index, name="index")
     if index.dim() != 1:
         raise ValueError(f"{operator}: index must be [N], is {list(index.shape)}")
-    return _gathered_offsets(offsets, index)
+    require_range(operator, index, offsets.shape[0] - 1, rising=rising)
+    new_offsets = _gathered_offsets(offsets, index)
+    if total is None:
+        return new_offsets, int(new_offsets[-1])
+    require_spans(operator, **{"offsets of the gathered sequences, with total": (new_offsets, total)})
+    return new_offsets, total
+
+
+def _require_packed(
+    operator: str, values: Tensor, offsets: Tensor, total: int | None = None, sequences: int | None = None
+) -> None:
+    inputs.require_offsets(operator, values, sequences, offsets=offsets)
+    require_spans(operator, offsets=(offsets, values.shape[0] if total is None else total))
 
 
 def _require_length(name: str, value: int) -> None:
-    if not torch.compiler.is_compiling() and value < 0:
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(value, float | Tensor):
+        raise ValueError(f"{name} must be an integer, got {value}")
+    if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
 
 

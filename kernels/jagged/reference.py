@@ -65,7 +65,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` int64 ``[N]`` of ``values [R, ...]``, or the sums of C rows for ``[N, C]``: ``[N, ...]``."""
     if index.dim() == 1:
         return values.index_select(0, index)
-    return values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:]).sum(1)
+    return values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:]).sum(1, dtype=values.dtype)
 
 
 def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tensor:
@@ -83,18 +83,22 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """``values[t]`` plus the rows of ``table`` that ``index[t]`` names."""
-    return values + gather_rows(table, index)
+    wide = _summed_in(values)
+    return (values.to(wide) + gather_rows(table.to(wide), index)).to(values.dtype)
 
 
 def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
     """Sum or mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    total = scatter_sum(values, sequence_ids(offsets, values.shape[0]), offsets.numel() - 1, True)
-    return total / _counts(offsets, total) if mean else total
+    wide = values.to(_summed_in(values)) if mean else values
+    total = scatter_sum(wide, sequence_ids(offsets, values.shape[0]), offsets.numel() - 1, True)
+    return (total / _counts(offsets, total)).to(values.dtype) if mean else total
 
 
 def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
     """Row b of ``rows [B, ...]``, or that by the length, for every row of sequence b: ``[T, ...]``, T = ``total``."""
-    rows = rows / _counts(offsets, rows) if mean else rows
+    if mean:
+        wide = rows.to(_summed_in(rows))
+        rows = (wide / _counts(offsets, wide)).to(rows.dtype)
     return rows.index_select(0, sequence_ids(offsets, total))
 
 
@@ -152,6 +156,11 @@ def _places(a_offsets: Tensor, b_offsets: Tensor, a_rows: int, b_rows: int) -> t
     device = a_offsets.device
     a_place = torch.arange(a_rows, device=device) + b_offsets.index_select(0, a_owner)
     return a_place, torch.arange(b_rows, device=device) + a_offsets.index_select(0, b_owner + 1)
+
+
+def _summed_in(values: Tensor) -> torch.dtype:
+    """float32 for 16 bits, in which a sum or a count of 70,000 rows may be infinite; else the dtype itself."""
+    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
 
 
 def _counts(offsets: Tensor, like: Tensor) -> Tensor:

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kernels.common.eager import direct
-from kernels.common.inputs import require_floats, require_index, require_offsets, require_one_device
+from kernels.common.eager import direct, refuse_tangents
+from kernels.common.inputs import (
+    FLOATS,
+    require_floats,
+    require_index,
+    require_numbers,
+    require_offsets,
+    require_one_device,
+    require_range,
+    require_spans,
+)
+from kernels.common.operators import refusal, undifferentiated
 from kernels.jagged.padding import compute_dtype
 from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
@@ -87,21 +96,29 @@ def jagged_attention(
     Raises:
         ValueError: arguments that do not go together, or a negative window, or a scale that is not positive.
     """
-    if window is not None and window < 0:
-        raise ValueError(f"window must not be negative, got {window}")
+    if window is not None and (isinstance(window, float) or window < 0):
+        raise ValueError(f"window must be an integer and not negative, got {window}")
+    require_numbers("jagged_attention", scale=scale)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
     if not (len(of_q) == len(of_k) == len(of_v) == 3) or of_q[2] != of_k[2] or of_k[:2] != of_v[:2]:
         raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(of_v)} do not go together")
+    if not of_q[2] or not of_k[1]:
+        raise ValueError(f"q {list(of_q)} and k {list(of_k)} need at least one head and one element")
     if of_q[1] % max(of_k[1], 1):
         raise ValueError(f"{of_q[1]} query heads are no multiple of {of_k[1]} key heads: they do not go together")
-    if not q.is_floating_point():
-        require_floats("jagged_attention", q=q)  # k and v are cast to its dtype
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype or dtype not in FLOATS:
+        require_floats("jagged_attention", q=q, k=k, v=v)
+        k, v = k.to(dtype), v.to(dtype)
     if not q.device == k.device == v.device:
         require_one_device("jagged_attention", q=q, k=k, v=v)
     if q_offsets is not None and request_index is None:
         require_offsets("jagged_attention", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
     else:
         require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
+    require_spans("jagged_attention", kv_offsets=(kv_offsets, of_k[0]))
+    if q_offsets is not None and request_index is None:
+        require_spans("jagged_attention", q_offsets=(q_offsets, of_q[0]))
     if request_index is not None:
         if q_offsets is None:
             raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
@@ -112,15 +129,17 @@ def jagged_attention(
             )
         require_offsets("jagged_attention", q, q_offsets=q_offsets)
         require_index("jagged_attention", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
+        require_spans("jagged_attention", q_offsets=(q_offsets, of_q[0]))
+        require_range("jagged_attention", request_index, kv_offsets.shape[0] - 1, name="request_index", rising=True)
         q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype:
-        k, v = k.to(dtype), v.to(dtype)
     factor = of_q[2] ** -0.5 if scale is None else scale
-    if not factor > 0:
-        raise ValueError(f"scale must be positive, got {factor}: to turn the order of the keys round, negate q")
+    if not 0 < factor < torch.inf:
+        raise ValueError(
+            f"scale must be positive and finite, got {factor}: to turn the order of the keys round, negate q"
+        )
     limit = -1 if window is None else window
     inputs = (q, k, v, q_offsets, kv_offsets, factor, causal, limit)
+    refuse_tangents("jagged_attention", inputs)
     if not direct(q, k, v):
         out, _ = _jagged_attention(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -196,6 +215,10 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+_jagged_attention_backward.register_autograd(refusal("jagged_attention"))
+_backward_once = undifferentiated("jagged_attention", _backward)
+
+
 class _Eager(torch.autograd.Function):
     """The operator without the dispatcher, whose Python layers take longer than short kernels."""
 
@@ -206,9 +229,8 @@ class _Eager(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        gradients = _backward_once(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
         return (*gradients, None, None, None, None, None)
 
 

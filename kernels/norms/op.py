@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import require_one_device
+from kernels.common.inputs import FLOATS, require_floats, require_numbers
 from kernels.common.operators import operator
 from kernels.norms import reference
 
@@ -108,16 +108,23 @@ def _apply(
     shape, device = x.shape, x.device
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"act must be sigmoid or silu, got {act!r}")
+    require_numbers("norm", eps=eps)
+    if not shape or not shape[-1]:
+        raise ValueError(f"norm: x must be [..., D] with D of at least 1, is {list(shape)}")
+    if x.dtype not in FLOATS:
+        require_floats("norm", x=x)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"norm: dtype must be of floats, is {dtype}")
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and other.shape != shape:
             raise ValueError(f"{name} {list(other.shape)} must have the shape of x {list(shape)}")
-        if other is not None and other.device != device:
-            require_one_device("norm", **{"x": x, name: other})
+        if other is not None and (other.device != device or other.dtype not in FLOATS):
+            require_floats("norm", **{"x": x, name: other})
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.shape != shape[-1:]:
             raise ValueError(f"{name} {list(other.shape)} must have the width of x {list(shape)}")
-        if other is not None and other.device != device:
-            require_one_device("norm", **{"x": x, name: other})
+        if other is not None and (other.device != device or other.dtype not in FLOATS):
+            require_floats("norm", **{"x": x, name: other})
     options = (weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
     if len(shape) == 2:
         return _norm(x, residual, gate, *options)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kernels.common.eager import all_direct
+from kernels.common.eager import all_direct, refuse_tangents
 from kernels.common.inputs import cast, require_floats
-from kernels.common.operators import operator, wanted
+from kernels.common.operators import operator, undifferentiated, wanted
 from kernels.token_mixing import reference
 
 
@@ -81,13 +80,14 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
             "[K, n, P] and [K, D, E] are wanted"
         )
     inputs = (x, cast(mix, x.dtype), cast(maps, x.dtype))
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):  # which would change the dtype of the product
             return _apply(inputs)
     return _apply(inputs)
 
 
 def _apply(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    refuse_tangents("sum_kron", inputs)
     if all_direct(inputs):
         return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
     x, mix, maps = inputs
@@ -114,18 +114,28 @@ class _SumKron(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
-        x, mix, joined, mixed = ctx.saved_tensors
-        (rows, _, width), (terms, _, few) = x.shape, mix.shape
-        grad = grad.reshape(rows * few, joined.shape[1])
-        dx = d_mix = d_maps = None
-        with torch.autocast(x.device.type, enabled=False):
-            if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-                dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
-            if mixed is not None:
-                d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
-        return dx, d_mix, d_maps
+        gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = _sum_kron_backward(
+            grad, *ctx.saved_tensors, ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        )
+        return gradients
+
+
+def _run_sum_kron_backward(
+    grad: Tensor, x: Tensor, mix: Tensor, joined: Tensor, mixed: Tensor | None, of_product: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    (rows, _, width), (terms, _, few) = x.shape, mix.shape
+    grad = grad.reshape(rows * few, joined.shape[1])
+    dx = d_mix = d_maps = None
+    with torch.autocast(x.device.type, enabled=False):
+        if of_product:
+            dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
+        if mixed is not None:
+            d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
+    return dx, d_mix, d_maps
+
+
+_sum_kron_backward = undifferentiated("sum_kron", _run_sum_kron_backward)
 
 
 def _forward(x: Tensor, matrix: Tensor) -> Tensor:

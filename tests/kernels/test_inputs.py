@@ -121,3 +121,94 @@ def test_what_goes_together_is_taken() -> None:
     assert gdpa(Q, KEYS, KEYS, None).shape == (3, 8, 4, 16)
     assert jagged_attention(Q[:0], Q[:0], Q[:0], OFF[:1], OFF[:1]).shape == (0, 4, 16)
     assert jagged.concat(X, OFF, X.double(), OFF)[0].shape == (16, 5)
+
+
+NOT_OFFSETS = {
+    "go from 1 to 8": torch.tensor([1, 3, 3, 8]),
+    "go from 0 to 7": torch.tensor([0, 3, 3, 7]),
+    "go from 0 to 9": torch.tensor([0, 3, 3, 9]),
+    "fall somewhere": torch.tensor([0, 5, 3, 8]),
+}
+OF_OFFSETS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "gdpa: q_offsets": lambda o: gdpa(Q, Q, Q, o, OFF),
+    "gdpa: kv_offsets": lambda o: gdpa(Q, Q, Q, OFF, o),
+    "gdpa: q_offsets, dense keys": lambda o: gdpa(Q, KEYS, KEYS, o),
+    "gdpa: q_offsets, requests": lambda o: gdpa(Q, KEYS, KEYS, o, request_index=THREE),
+    "gdpa: kv_offsets, learned queries": lambda o: gdpa(Q, Q, Q, None, o),
+    "jagged_attention: q_offsets": lambda o: jagged_attention(Q, Q, Q, o, OFF),
+    "jagged_attention: q_offsets, requests": lambda o: jagged_attention(Q, Q, Q, o, OFF, request_index=THREE),
+    "jagged_attention: kv_offsets": lambda o: jagged_attention(Q, Q, Q, OFF, o),
+    "block_attention: offsets": lambda o: block_attention(Q, Q, Q, o),
+    "to_padded: offsets": lambda o: jagged.to_padded(X, o, 5),
+    "from_padded: offsets": lambda o: jagged.from_padded(torch.randn(3, 5, 5), o, 8),
+    "last_k: offsets": lambda o: jagged.last_k(X, o, 2),
+    "concat: a_offsets": lambda o: jagged.concat(X, o, X, OFF),
+    "concat: b_offsets": lambda o: jagged.concat(X, OFF, X, o),
+    "split: a_offsets": lambda o: jagged.split(torch.cat([X, X]), o, OFF, 8),
+    "split: b_offsets": lambda o: jagged.split(torch.cat([X, X]), OFF, o, 8),
+    "gather_sequences: offsets": lambda o: jagged.gather_sequences(X, o, THREE),
+    "segment_sum: offsets": lambda o: jagged.segment_sum(X, o),
+    "segment_mean: offsets": lambda o: jagged.segment_mean(X, o),
+    "broadcast_add: offsets": lambda o: jagged.broadcast_add(X, o, X[:3]),
+    "sequence_ids: offsets": lambda o: jagged.sequence_ids(o, 8),
+}
+
+
+@pytest.mark.parametrize("found", NOT_OFFSETS)
+@pytest.mark.parametrize("named", OF_OFFSETS)
+def test_numbers_that_are_no_offsets(named: str, found: str) -> None:
+    with pytest.raises(ValueError, match=f"{named.split(',')[0]} {found}, but must begin at 0, never fall and end at"):
+        OF_OFFSETS[named](NOT_OFFSETS[found])
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: jagged.gather_rows(X, torch.tensor([0, 8])), "gather_rows: index has numbers from 0 to 8, but the 8"),
+        (lambda: jagged.gather_rows(X, torch.tensor([-1])), "gather_rows: index has numbers from -1"),
+        (lambda: jagged.gather_rows(X, THREE.flip(0), rising=True), "gather_rows: index falls somewhere"),
+        (lambda: jagged.gather_rows(X, [0]), "gather_rows: index and the values must be tensors"),
+        (lambda: jagged.scatter_sum(X, EIGHT, 5), "scatter_sum: index has numbers from 0 to 7, but the 5 rows"),
+        (lambda: jagged.scatter_sum(X, THREE, 5), "scatter_sum: .* differ in rows"),
+        (lambda: jagged.scatter_sum(X, EIGHT, -1), "rows must not be negative"),
+        (lambda: jagged.embedding_add(X, X[:4], EIGHT), "embedding_add: index has numbers from 0 to 7, but the 4"),
+        (
+            lambda: jagged.embedding_add(X, X[:4], torch.tensor([[3, 0]]).repeat(8, 1), sizes=(2, 2)),
+            "embedding_add: column 0 of index has numbers from 3 to 3",
+        ),
+        (lambda: jagged.gather_sequences(X, OFF, THREE + 1), "gather_sequences: index has numbers from 1 to 3"),
+        (lambda: jagged.gather_sequences(X, OFF, THREE, total=7), "with total go from 0 to 8"),
+        (lambda: gdpa(Q, KEYS, KEYS, OFF, request_index=THREE.flip(0)), "gdpa: request_index falls somewhere"),
+        (lambda: gdpa(Q, KEYS, KEYS, OFF, request_index=THREE + 1), "gdpa: request_index has numbers from 1 to 3"),
+        (
+            lambda: jagged_attention(Q, Q, Q, OFF, OFF, request_index=THREE.flip(0)),
+            "jagged_attention: request_index falls somewhere",
+        ),
+        (lambda: gdpa(Q, Q, Q, OFF, OFF, max_keys=4), "gdpa: max_keys is 4, but a sequence has 5 keys"),
+        (lambda: gdpa(Q, Q, Q, OFF, OFF, window=1.5), "window must be an integer"),
+        (lambda: gdpa(Q, Q[:, :0], Q[:, :0], OFF, OFF), "at least one head"),
+        (lambda: gdpa(Q, X[0], X[0], OFF, OFF), "do not go together"),
+        (lambda: gdpa(Q, Q + 0j, Q, OFF, OFF), "gdpa: k is torch.complex64"),
+        (lambda: jagged_attention(Q[:, :, :0], Q[:, :, :0], Q, OFF, OFF), "at least one head and one element"),
+        (lambda: jagged_attention(Q, Q, Q > 0, OFF, OFF), "jagged_attention: v is torch.bool"),
+        (lambda: block_attention(Q, Q, Q.long(), OFF), "block_attention: v is torch.int64"),
+        (
+            lambda: block_attention(Q, Q, Q, OFF, positions=torch.rand(8, 1, 1), frequencies=torch.rand(8)),
+            "positions .* do not fit",
+        ),
+        (lambda: rms_norm(X.long()), "norm: x is torch.int64"),
+        (lambda: add_layer_norm(X, X.long()), "norm: residual is torch.int64"),
+        (lambda: rms_norm(X, dtype=torch.int32), "norm: dtype must be of floats"),
+        (lambda: rms_norm(torch.tensor(1.0)), r"norm: x must be \[..., D\]"),
+        (lambda: jagged.offsets_from_lengths(torch.tensor([1, -1])), "lengths must not be negative, one is -1"),
+        (lambda: jagged.offsets_from_lengths([1]), "lengths must be a tensor"),
+        (lambda: jagged.to_padded(X, OFF, 2.5), "max_length must be an integer"),
+        (lambda: jagged.from_padded(X[0], OFF, 8), "from_padded: padded must be"),
+        (lambda: jagged.broadcast_add(X.long(), OFF, X[:3]), "broadcast_add: dense is torch.float32, which does not"),
+        (lambda: jagged.segment_mean(X.long(), OFF), "segment_mean: values is torch.int64"),
+        (lambda: jagged.segment_sum(torch.tensor(1.0), OFF), "segment_sum: the values must be a tensor of at least"),
+    ],
+)
+def test_what_would_be_wrong_without_a_word(call: Callable[[], Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        call()

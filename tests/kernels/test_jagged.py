@@ -233,3 +233,16 @@ def test_integer_rows_can_be_moved() -> None:
     values = torch.arange(6)
     assert jagged.to_padded(values, OFFSETS, 2, padding=-1)[1].tolist() == [-1, -1]
     assert jagged.gather_rows(values, torch.tensor([3])).tolist() == [3]
+
+
+def test_means_of_many_half_rows_are_finite() -> None:
+    values = torch.ones(70_000, 1, dtype=torch.float16, requires_grad=True)
+    mean = jagged.segment_mean(values, torch.tensor([0, 70_000]))
+    (mean * 1024).sum().backward()
+    assert mean.item() == 1
+    assert values.grad is not None and bool((values.grad == torch.tensor(1024 / 70_000).half()).all())
+
+
+def test_sums_of_choices_keep_their_dtype() -> None:
+    for dtype in (torch.int32, torch.bfloat16):
+        assert jagged.gather_rows(torch.ones(3, 2, dtype=dtype), torch.tensor([[0, 2]])).dtype == dtype
