@@ -82,6 +82,7 @@ def test_meta_offsets_give_shapes() -> None:
     assert jagged.to_padded(q, offsets, 5).shape == (3, 5, *HEADS[1:])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_holds_for_other_lengths() -> None:
     q, other = torch.randn(HEADS), torch.tensor([0, 1, 8, 8])
     with torch.no_grad():
