@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.common import inputs
+from kernels.common.eager import readable
 from kernels.common.inputs import cast, require_floats, require_index, require_range, require_spans
 from kernels.common.operators import operator
 from kernels.jagged import reference
@@ -119,7 +120,7 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
             f"{list(index.shape)}"
         )
     require_range("embedding_add", index, table.shape[0])
-    for column in range(len(sizes)):
+    for column in range(len(sizes) if readable(index) else 0):
         first = sum(sizes[:column])
         require_range("embedding_add", index[:, column] - first, sizes[column], name=f"column {column} of index")
     return _embedding_add(values, cast(table, values.dtype), index, sizes)
