@@ -114,8 +114,8 @@ class Outcome:
 def cases(world: int) -> list[Case]:
     """Every combination of sizes 1 and 2 that multiplies to the number of ranks, and 1D and 2D tables.
 
-    With 2 ranks each dense combination meets each of the tables; beyond that it meets two groups of them, and the other
-    numbers of groups meet one. Plans take turns.
+    With 2 ranks each dense combination meets each of the tables, one group of them table-wise and row-wise; beyond that
+    it meets two groups of them, and the other numbers of groups meet one. Plans take turns else.
     """
     dense = [
         DenseSizes(replica=r, shard=s, expert=e) for r, s, e in product((1, 2), (1, 2), (1, 2)) if r * s * e == world
@@ -136,6 +136,10 @@ def cases(world: int) -> list[Case]:
     every = [
         Case(parallel=ParallelConfig(dense=d, sparse=s), plan=plans[(i + i // 3) % 3]) for i, (d, s) in enumerate(pairs)
     ]
+    if world == 2:
+        other = {"row-wise": "table-wise", "table-wise": "row-wise"}
+        one_group = every[: len(dense) * len(sparse) : len(sparse)]
+        every += [Case(parallel=case.parallel, plan=other[case.plan]) for case in one_group]
     if world > 2:
         for dense_sizes, count, plan in ((dense[0], 2, "mixed"), (dense[-1], world, "row-wise")):
             parts = SparseSizes(replicas=count, fully_sharded=True)
