@@ -21,7 +21,7 @@ from foundation.data.batch import Batch
 from foundation.data.encoding import NO_TIME
 from foundation.data.schema import FIRST_ROW, UNKNOWN_ROW, Schema, Sequence
 from kernels.jagged import last_k, segment_sum, sequence_ids, to_padded
-from kernels.jagged.op import sequence_rows
+from kernels.jagged.sequences_op import sequence_rows
 
 _NO_EVENT = 14.0
 """``log(1 + seconds)`` that stands for an event that is absent or of unknown time: two weeks."""

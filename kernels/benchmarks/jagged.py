@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, packed_lengths, print_table, size_of
-from kernels.jagged import gather_rows, offsets_from_lengths, op, reference, segment_sum
+from kernels.jagged import (
+    concat,
+    gather_rows,
+    gather_sequences,
+    offsets_from_lengths,
+    padded_op,
+    reference,
+    rows_op,
+    segment_sum,
+    sequences_op,
+    sums_op,
+    to_padded,
+)
 
 CASES = [
     ("B1024 T1024 w256 s=.5", 1024, 1024, 256, "s=.5"),
@@ -32,13 +44,13 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str, device: s
     x, y = torch.randn(2, rows, width, device=device).bfloat16()
     dense = torch.randn(batch, width, device=device).bfloat16()
     covered = 2 * width * int(lengths.clamp(max=length).sum())
-    padded = op.to_padded(x, offsets, length)
-    joined, ends = op.concat(x, offsets, y, offsets)
+    padded = to_padded(x, offsets, length)
+    joined, ends = concat(x, offsets, y, offsets)
     requests = max(batch // COPIES, 1)
     few = offsets[: requests + 1]
     source = x[: int(few[-1])]
     index = torch.arange(requests, device=device).repeat_interleave(COPIES)
-    copies, new_offsets = op.gather_sequences(source, few, index, rising=True)
+    copies, new_offsets = gather_sequences(source, few, index, rising=True)
     picks = torch.arange(rows, device=device) * 7919 % rows
     owner = torch.arange(rows // COPIES, device=device).repeat_interleave(COPIES)
     table = torch.randn(2048 + 64, width, device=device).bfloat16()
@@ -49,7 +61,7 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str, device: s
         found.append(Pass(case=name, name=label, size=size, eager=own, baselines={"torch": torch_own}))
 
     def both(label: str, size: int, function: str, *arguments: object) -> None:
-        operator, other = getattr(op, f"_{function}"), getattr(reference, function)
+        operator, other = _operator(function), getattr(reference, function)
         add(label, size, lambda: operator(*arguments), lambda: other(*arguments))
 
     both("to_padded", covered + size_of(padded), "to_padded", x, offsets, length, 0.0, False)
@@ -62,31 +74,39 @@ def passes(name: str, batch: int, longest: int, width: int, kind: str, device: s
     both("backward of segment_mean", size_of(x, dense), "spread", dense, offsets, rows, True)
     add(
         "gather_rows, any order", 2 * size_of(x) + size_of(picks),
-        lambda: op._gather_rows(x, picks, False), lambda: reference.gather_rows(x, picks),
+        lambda: rows_op._gather_rows(x, picks, False), lambda: reference.gather_rows(x, picks),
     )  # fmt: skip
     few_rows = x[: owner[-1] + 1] if rows >= COPIES else x
     taken = gather_rows(few_rows, owner)
     add(
         "gather_rows, request_index", size_of(few_rows, taken, owner),
-        lambda: op._gather_rows(few_rows, owner, True), lambda: reference.gather_rows(few_rows, owner),
+        lambda: rows_op._gather_rows(few_rows, owner, True), lambda: reference.gather_rows(few_rows, owner),
     )  # fmt: skip
     both("its backward", size_of(few_rows, taken, owner), "scatter_sum", taken, owner, few_rows.shape[0], True)
     size = size_of(source, copies)
     arguments = (few, index, new_offsets)
     add(
         "gather_sequences, request_index", size,
-        lambda: op._gather_sequences(source, *arguments, copies.shape[0], True),
+        lambda: sequences_op._gather_sequences(source, *arguments, copies.shape[0], True),
         lambda: reference.gather_sequences(source, *arguments, copies.shape[0]),
     )  # fmt: skip
     both("its backward ", size, "sum_sequences", copies, *arguments, source.shape[0], True)
     size = 2 * size_of(x) + size_of(choice)
     add(
         "embedding_add, time and position", size,
-        lambda: op._embedding_add(x, table, choice, ()), lambda: reference.embedding_add(x, table, choice),
+        lambda: rows_op._embedding_add(x, table, choice, ()), lambda: reference.embedding_add(x, table, choice),
     )  # fmt: skip
     both("its backward, tables not told apart", size_of(x, choice, table), "scatter_sum", x, choice, len(table), False)
     both("its backward, two tables", size_of(x, choice, table), "table_sum", x, choice, (2048, 64))
     return found
+
+
+def _operator(name: str) -> Callable[..., object]:
+    """The operator that a function of the reference goes with."""
+    for file in (padded_op, rows_op, sums_op, sequences_op):
+        if found := vars(file).get(f"_{name}"):
+            return found
+    raise AssertionError(f"no operator {name}")
 
 
 def main() -> None:

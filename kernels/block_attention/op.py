@@ -5,37 +5,21 @@ Legend: T tokens, B sequences, H heads, G key heads, d head width, P columns of 
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from kernels.block_attention import reference
 from kernels.block_attention.reference import BLOCK
-from kernels.common.inputs import (
-    FLOATS,
-    require_floats,
-    require_numbers,
-    require_offsets,
-    require_one_device,
-    require_spans,
-)
+from kernels.common.attention_inputs import alike
+from kernels.common.backend import Backend
+from kernels.common.inputs import require_numbers, require_one_device, require_packed
 from kernels.common.operators import operator
 
 __all__ = ["BLOCK", "block_attention"]
 
 
-def _backend(q: Tensor) -> ModuleType:
-    """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    return _kernels() if q.is_cuda and _kernels().supports(q) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.block_attention import triton  # not installed with PyTorch for CPU
-
-    return triton
+BACKEND = Backend(reference)
 
 
 def block_attention(
@@ -74,14 +58,10 @@ def block_attention(
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
     if not q.shape[2] or not k.shape[1]:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} need at least one head and one element")
-    require_numbers("block_attention", scale=scale)
-    if k.dtype != q.dtype or v.dtype != q.dtype or q.dtype not in FLOATS:
-        require_floats("block_attention", q=q, k=k, v=v)
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    if not q.device == k.device == v.device:
-        require_one_device("block_attention", q=q, k=k, v=v)
-    require_offsets("block_attention", q, offsets=offsets)
-    require_spans("block_attention", offsets=(offsets, q.shape[0]))
+    if isinstance(scale, Tensor):
+        require_numbers("block_attention", scale=scale)
+    k, v = alike("block_attention", q, k, v)
+    require_packed("block_attention", "offsets", offsets, q)
     if (positions is None) != (frequencies is None):
         raise ValueError("positions and frequencies go together")
     if positions is not None and frequencies is not None:
@@ -111,7 +91,7 @@ def _forward(
     frequencies: Tensor | None,
     scale: float,
 ) -> Tensor:
-    return _backend(q).forward(q, k, v, offsets, positions, frequencies, scale)
+    return BACKEND.of(q).forward(q, k, v, offsets, positions, frequencies, scale)
 
 
 def _backward(
@@ -124,7 +104,7 @@ def _backward(
     frequencies: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = _backend(q).backward(grad, q, k, v, offsets, positions, frequencies, scale)
+    dq, dk, dv = BACKEND.of(q).backward(grad, q, k, v, offsets, positions, frequencies, scale)
     return dq, dk, dv
 
 

@@ -19,34 +19,35 @@ _KNOWN = frozenset((*_PLAIN, int, float, bool, str, type(None), torch.dtype, tup
 
 
 def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing traces, fakes or transforms these tensors: no compiler, meta, subclass, mode, functorch."""
+    """Whether nothing traces, fakes or transforms these tensors: no meta tensor, subclass, or what ``_plain`` names."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not q.is_meta
+        _plain()
+        and forward_ad._current_level < 0
         and type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
+        and not q.is_meta
     )
 
 
 def all_direct(args: tuple[Any, ...]) -> bool:
     """The same for any arguments of an operator, of which the first is a tensor."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and _KNOWN.issuperset(map(type, args))
-        and not args[0].is_meta
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return _plain() and forward_ad._current_level < 0 and _KNOWN.issuperset(map(type, args)) and not args[0].is_meta
 
 
 def readable(numbers: Tensor) -> bool:
     """Whether the numbers in a tensor can be looked at: nothing traces, and no device is waited for."""
-    return numbers.device.type == "cpu" and all_direct((numbers,))
+    return not torch.compiler.is_compiling() and numbers.is_cpu and type(numbers) in _PLAIN and _plain()
+
+
+def _plain() -> bool:
+    """Whether PyTorch only computes: no compiler, trace, mode, or transform of functorch."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._is_tracing()
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def refuse_tangents(operator: str, args: tuple[Any, ...]) -> None:

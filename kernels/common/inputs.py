@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -66,64 +68,76 @@ def require_numbers(operator: str, **numbers: object) -> None:
             raise ValueError(f"{operator}: {name} must be a number, is a tensor; to learn it, multiply outside")
 
 
-def require_offsets(operator: str, like: Tensor, sequences: int | None = None, **offsets: Tensor) -> None:
-    """Refuses offsets that are not int64 ``[B + 1]`` on the device of ``like``, with one B for all of them.
+def require_offsets(
+    operator: str, name: str, offsets: Tensor, like: Tensor, sequences: int | None = None
+) -> int | None:
+    """Refuses offsets that are not int64 ``[B + 1]`` on the device of ``like``.
 
     With fewer sequences on one side a kernel would read beyond its end. What the numbers say is up to
-    ``require_spans``. Nothing is checked under a compiler, whose graphs sizes would be bound to.
+    ``require_span``. Nothing is checked under a compiler, whose graphs sizes would be bound to.
 
     Args:
         sequences: B, where something else says it.
+
+    Returns:
+        B; ``None`` under a compiler.
 
     Raises:
         ValueError: names the operator and the input.
     """
     if torch.compiler.is_compiling():
-        return
+        return None
+    # In one go where all is well: this is host time of every call.
+    both = isinstance(offsets, Tensor) and isinstance(like, Tensor) and like.dim() and offsets.device == like.device
+    if both and offsets.dtype == torch.int64 and offsets.dim() == 1:
+        ends = offsets.shape[0]
+        if ends and (sequences is None or ends == sequences + 1):
+            return ends - 1
+    _refuse_offsets(operator, name, offsets, like, sequences)
+
+
+def require_packed(
+    operator: str, name: str, offsets: Tensor, like: Tensor, rows: int | None = None, sequences: int | None = None
+) -> int | None:
+    """``require_offsets``, and ``require_span`` of the packed ``rows``: those of ``like``, if nothing else says it."""
+    sequences = require_offsets(operator, name, offsets, like, sequences)
+    if sequences is not None and offsets.is_cpu:
+        require_span(operator, name, offsets, like.shape[0] if rows is None else rows)
+    return sequences
+
+
+def _refuse_offsets(operator: str, name: str, offsets: object, like: object, sequences: int | None) -> NoReturn:
     if not isinstance(like, Tensor) or not like.dim():
         raise ValueError(f"{operator}: the values must be a tensor of at least one dim, are {like!r}")
-    device = like.device
-    for name, value in offsets.items():
-        # In one go where all is well: this is host time of every call.
-        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and value.device == device:
-            ends = value.shape[0]
-            if ends and (sequences is None or ends == sequences + 1):
-                sequences = ends - 1
-                continue
-        _refuse_offsets(operator, like, sequences, name, value)
-
-
-def _refuse_offsets(operator: str, like: Tensor, sequences: int | None, name: str, value: object) -> None:
-    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.dim() != 1 or not value.shape[0]:
-        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(offsets, Tensor) or offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.shape[0]:
+        found = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
         raise ValueError(f"{operator}: {name} must be an int64 tensor [B + 1], is {found}")
-    if value.device != like.device:
-        raise ValueError(f"{operator}: {name} is on {value.device}, but the values are on {like.device}")
+    if offsets.device != like.device:
+        raise ValueError(f"{operator}: {name} is on {offsets.device}, but the values are on {like.device}")
     raise ValueError(
-        f"{operator}: {name} has {value.shape[0] - 1} sequences, where {sequences} are expected; these do not fit"
+        f"{operator}: {name} has {offsets.shape[0] - 1} sequences, where {sequences} are expected; these do not fit"
     )
 
 
-def require_spans(operator: str, **spans: tuple[Tensor, int]) -> None:
-    """Refuses offsets that do not begin at 0, or fall, or do not end at so many rows.
+def require_span(operator: str, name: str, offsets: Tensor, rows: int) -> None:
+    """Refuses offsets that do not begin at 0, or fall, or do not end at ``rows``.
 
     Only where looking costs no wait: in eager code on the CPU.
 
     Raises:
         ValueError: names the operator and the input.
     """
-    for name, (offsets, rows) in spans.items():
-        if not readable(offsets):
-            continue
-        first, last = int(offsets[0]), int(offsets[-1])
-        falls = bool((offsets[1:] < offsets[:-1]).any())
-        if first == 0 and last == rows and not falls:
-            continue
-        found = "fall somewhere" if falls else f"go from {first} to {last}"
-        raise ValueError(
-            f"{operator}: {name} {found}, but must begin at 0, never fall and end at the number of rows, {rows}; "
-            "kernels.jagged.offsets_from_lengths makes them"
-        )
+    if not readable(offsets):
+        return
+    first, last = int(offsets[0]), int(offsets[-1])
+    falls = bool((offsets[1:] < offsets[:-1]).any())
+    if first == 0 and last == rows and not falls:
+        return
+    found = "fall somewhere" if falls else f"go from {first} to {last}"
+    raise ValueError(
+        f"{operator}: {name} {found}, but must begin at 0, never fall and end at the number of rows, {rows}; "
+        "kernels.jagged.offsets_from_lengths makes them"
+    )
 
 
 def require_range(operator: str, index: Tensor, rows: int, *, name: str = "index", rising: bool = False) -> None:

@@ -6,58 +6,35 @@ queries, H heads, G key heads, d head width.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.attention_inputs import alike, by_request, require_shapes, require_window
+from kernels.common.backend import Backend
 from kernels.common.eager import direct, readable, refuse_tangents
-from kernels.common.inputs import (
-    FLOATS,
-    require_floats,
-    require_index,
-    require_numbers,
-    require_offsets,
-    require_one_device,
-    require_range,
-    require_spans,
-)
+from kernels.common.inputs import require_numbers, require_packed
 from kernels.common.operators import refusal, undifferentiated
 from kernels.gdpa import reference
-from kernels.jagged.requests import request_offsets
+
+BACKEND = Backend(reference)
 
 
-def _backend(q: Tensor) -> ModuleType:
-    """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if not q.is_cuda:
-        return reference
-    kernels = _kernels()
-    return kernels if kernels.supports(q, q) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.gdpa import triton  # not installed with PyTorch for CPU
-
-    return triton
-
-
-def _forward(q: Tensor, *rest: Any) -> Tensor:
-    backend = _backend(q)
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    backend = BACKEND.of(q, v)
     if backend is not reference:
-        return backend.forward(q, *rest)
+        return backend.forward(q, k, v, *rest)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.forward(q, *rest)
+        return reference.forward(q, k, v, *rest)
 
 
-def _backward(grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    backend = _backend(q)
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    backend = BACKEND.of(q, v)
     if backend is not reference:
-        return backend.backward(grad, q, *rest)
+        return backend.backward(grad, q, k, v, *rest)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.backward(grad, q, *rest)
+        return reference.backward(grad, q, k, v, *rest)
 
 
 def gdpa(
@@ -104,52 +81,34 @@ def gdpa(
     """
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
-    if window is not None and (isinstance(window, float) or window < 0):
-        raise ValueError(f"window must be an integer and not negative, got {window}")
-    require_numbers("gdpa", scale=scale, logit_scale=logit_scale)
-    of_q, of_k = q.shape, k.shape
-    if len(of_q) != 3 or len(of_k) < 3 or of_k != v.shape or of_k[-1] != of_q[-1] or of_q[1] % max(of_k[-2], 1):
-        raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not go together")
-    if not of_k[-1] or not of_k[-2]:
-        raise ValueError(f"q {list(of_q)} and k {list(of_k)} need at least one head and one element")
+    require_window(window)
+    if isinstance(scale, Tensor) or isinstance(logit_scale, Tensor):
+        require_numbers("gdpa", scale=scale, logit_scale=logit_scale)
+    of_k, of_v = k.shape, v.shape
+    require_shapes(q.shape, of_k, of_v)
+    if of_k != of_v:
+        raise ValueError(f"k {list(of_k)} and v {list(of_v)} do not go together: they must have one shape")
     if len(of_k) != (4 if kv_offsets is None else 3):
         raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype or dtype not in FLOATS:
-        require_floats("gdpa", q=q, k=k, v=v)
-        k, v = k.to(dtype), v.to(dtype)
-    if not q.device == k.device == v.device:
-        require_one_device("gdpa", q=q, k=k, v=v)
-    if kv_offsets is None:
-        if q_offsets is not None and request_index is None:
-            require_offsets("gdpa", k, of_k[0], q_offsets=q_offsets)
-    elif q_offsets is not None and request_index is None:
-        require_offsets("gdpa", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
-    else:
-        require_offsets("gdpa", k, kv_offsets=kv_offsets)
-    if q_offsets is not None and request_index is None:
-        require_spans("gdpa", q_offsets=(q_offsets, of_q[0]))
+    k, v = alike("gdpa", q, k, v)
+    sequences: int | None = of_k[0]
     if kv_offsets is not None:
-        require_spans("gdpa", kv_offsets=(kv_offsets, of_k[0]))
+        sequences = require_packed("gdpa", "kv_offsets", kv_offsets, k)
         if max_keys is not None:
             _require_longest(kv_offsets, max_keys)
     if request_index is not None:
-        if q_offsets is None:
-            raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
         if window is not None:
             raise ValueError(
                 "request_index goes with no window: copy the keys for each impression, kernels.jagged.gather_sequences"
             )
-        require_offsets("gdpa", q, q_offsets=q_offsets)
-        require_index("gdpa", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
-        require_spans("gdpa", q_offsets=(q_offsets, of_q[0]))
-        require_range("gdpa", request_index, _sequences(k, kv_offsets), name="request_index", rising=True)
-        q_offsets = request_offsets(q_offsets, request_index, _sequences(k, kv_offsets))
+        q_offsets = by_request("gdpa", q, q_offsets, request_index, _sequences(k, kv_offsets))
+    elif q_offsets is not None:
+        require_packed("gdpa", "q_offsets", q_offsets, q, sequences=sequences)
     limit = -1 if window is None else window
     bound = -1 if max_keys is None or kv_offsets is None else max_keys
     inputs = (q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
-    refuse_tangents("gdpa", inputs)
     if not direct(q, k, v):
+        refuse_tangents("gdpa", inputs)
         out = _gdpa(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Eager.apply(*inputs)

@@ -5,27 +5,16 @@ Legend: N rows of a batch, n tokens, D width, k rank.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from kernels.common.backend import Backend
 from kernels.common.inputs import cast, require_floats
 from kernels.common.operators import operator
 from kernels.interaction import reference
 
-
-def _backend(x: Tensor, y: Tensor) -> ModuleType:
-    """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    return _kernels() if x.is_cuda and _kernels().supports(x, y) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.interaction import triton  # not installed with PyTorch for CPU
-
-    return triton
+BACKEND = Backend(reference)
 
 
 def fm_block(x: Tensor, y: Tensor) -> Tensor:
@@ -49,11 +38,11 @@ def fm_block(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, y: Tensor) -> Tensor:
-    return _backend(x, y).forward(x, y)
+    return BACKEND.of(x, y).forward(x, y)
 
 
 def _backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dy = _backend(x, y).backward(grad, x, y)
+    dx, dy = BACKEND.of(x, y).backward(grad, x, y)
     return dx, dy
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.common.eager import readable
-from kernels.common.inputs import require_offsets, require_spans
+from kernels.common.inputs import require_offsets, require_packed
 from kernels.jagged import reference
 
 
@@ -29,12 +29,11 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 def lengths_from_offsets(offsets: Tensor) -> Tensor:
     """Offsets ``[B + 1]`` to lengths ``[B]``."""
-    require_offsets("lengths_from_offsets", offsets, offsets=offsets)
+    require_offsets("lengths_from_offsets", "offsets", offsets, offsets)
     return offsets.diff()
 
 
 def sequence_ids(offsets: Tensor, total: int) -> Tensor:
     """The number of the sequence that owns each row, int64 ``[T]``; ``total`` is T."""
-    require_offsets("sequence_ids", offsets, offsets=offsets)
-    require_spans("sequence_ids", offsets=(offsets, total))
+    require_packed("sequence_ids", "offsets", offsets, offsets, total)
     return reference.sequence_ids(offsets, total)

@@ -6,47 +6,24 @@ e value width.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.attention_inputs import alike, by_request, require_shapes, require_window
+from kernels.common.backend import Backend
 from kernels.common.eager import direct, refuse_tangents
-from kernels.common.inputs import (
-    FLOATS,
-    require_floats,
-    require_index,
-    require_numbers,
-    require_offsets,
-    require_one_device,
-    require_range,
-    require_spans,
-)
+from kernels.common.inputs import require_numbers, require_packed
 from kernels.common.operators import refusal, undifferentiated
 from kernels.jagged.padding import compute_dtype
-from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import reference
 
-
-def _backend(q: Tensor, v: Tensor) -> ModuleType:
-    """The implementation for the device of ``q``; each has ``forward`` and ``backward`` of ``reference``."""
-    if not q.is_cuda:
-        return reference
-    kernels = _kernels()
-    return kernels if kernels.supports(q, v) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.jagged_attention import triton  # not installed with PyTorch for CPU
-
-    return triton
+BACKEND = Backend(reference)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    backend = _backend(q, v)
+    backend = BACKEND.of(q, v)
     if backend is not reference:
         return backend.forward(q, k, v, *rest)
     with torch.autocast(q.device.type, enabled=False):
@@ -54,7 +31,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    backend = _backend(q, v)
+    backend = BACKEND.of(q, v)
     if backend is not reference:
         return backend.backward(grad, q, k, v, *rest)
     with torch.autocast(q.device.type, enabled=False):
@@ -96,42 +73,24 @@ def jagged_attention(
     Raises:
         ValueError: arguments that do not go together, or a negative window, or a scale that is not positive.
     """
-    if window is not None and (isinstance(window, float) or window < 0):
-        raise ValueError(f"window must be an integer and not negative, got {window}")
-    require_numbers("jagged_attention", scale=scale)
+    require_window(window)
+    if isinstance(scale, Tensor):
+        require_numbers("jagged_attention", scale=scale)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    if not (len(of_q) == len(of_k) == len(of_v) == 3) or of_q[2] != of_k[2] or of_k[:2] != of_v[:2]:
-        raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(of_v)} do not go together")
-    if not of_q[2] or not of_k[1]:
-        raise ValueError(f"q {list(of_q)} and k {list(of_k)} need at least one head and one element")
-    if of_q[1] % max(of_k[1], 1):
-        raise ValueError(f"{of_q[1]} query heads are no multiple of {of_k[1]} key heads: they do not go together")
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype or dtype not in FLOATS:
-        require_floats("jagged_attention", q=q, k=k, v=v)
-        k, v = k.to(dtype), v.to(dtype)
-    if not q.device == k.device == v.device:
-        require_one_device("jagged_attention", q=q, k=k, v=v)
-    if q_offsets is not None and request_index is None:
-        require_offsets("jagged_attention", k, kv_offsets=kv_offsets, q_offsets=q_offsets)
-    else:
-        require_offsets("jagged_attention", k, kv_offsets=kv_offsets)
-    require_spans("jagged_attention", kv_offsets=(kv_offsets, of_k[0]))
-    if q_offsets is not None and request_index is None:
-        require_spans("jagged_attention", q_offsets=(q_offsets, of_q[0]))
+    require_shapes(of_q, of_k, of_v)
+    if len(of_k) != 3:
+        raise ValueError(f"k {list(of_k)} and v {list(of_v)} must be [Tk, G, d] and [Tk, G, e]")
+    k, v = alike("jagged_attention", q, k, v)
+    sequences = require_packed("jagged_attention", "kv_offsets", kv_offsets, k)
     if request_index is not None:
-        if q_offsets is None:
-            raise ValueError("request_index needs q_offsets: learned queries are asked once per sequence of keys")
         if causal or window is not None:
             raise ValueError(
                 "request_index goes with neither causal nor window: copy the keys for each impression, "
                 "kernels.jagged.gather_sequences"
             )
-        require_offsets("jagged_attention", q, q_offsets=q_offsets)
-        require_index("jagged_attention", q, request_index, name="request_index", rows=q_offsets.shape[0] - 1)
-        require_spans("jagged_attention", q_offsets=(q_offsets, of_q[0]))
-        require_range("jagged_attention", request_index, kv_offsets.shape[0] - 1, name="request_index", rising=True)
-        q_offsets = request_offsets(q_offsets, request_index, kv_offsets.shape[0] - 1)
+        q_offsets = by_request("jagged_attention", q, q_offsets, request_index, kv_offsets.shape[0] - 1)
+    elif q_offsets is not None:
+        require_packed("jagged_attention", "q_offsets", q_offsets, q, sequences=sequences)
     factor = of_q[2] ** -0.5 if scale is None else scale
     if not 0 < factor < torch.inf:
         raise ValueError(
@@ -139,8 +98,8 @@ def jagged_attention(
         )
     limit = -1 if window is None else window
     inputs = (q, k, v, q_offsets, kv_offsets, factor, causal, limit)
-    refuse_tangents("jagged_attention", inputs)
     if not direct(q, k, v):
+        refuse_tangents("jagged_attention", inputs)
         out, _ = _jagged_attention(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Eager.apply(*inputs)

@@ -5,28 +5,17 @@ Legend: N rows, D width.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.backend import Backend
 from kernels.common.inputs import FLOATS, require_floats, require_numbers
 from kernels.common.operators import operator
 from kernels.norms import reference
 
-
-def _backend(x: Tensor) -> ModuleType:
-    """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    return _kernels() if x.is_cuda and _kernels().supports(x) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.norms import triton  # not installed with PyTorch for CPU
-
-    return triton
+BACKEND = Backend(reference)
 
 
 def layer_norm(
@@ -108,7 +97,8 @@ def _apply(
     shape, device = x.shape, x.device
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"act must be sigmoid or silu, got {act!r}")
-    require_numbers("norm", eps=eps)
+    if isinstance(eps, Tensor):
+        require_numbers("norm", eps=eps)
     if not shape or not shape[-1]:
         raise ValueError(f"norm: x must be [..., D] with D of at least 1, is {list(shape)}")
     if x.dtype not in FLOATS:
@@ -144,7 +134,7 @@ def _forward(
     act: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    return _backend(x).forward(x, residual, gate, weight, bias, eps, center, act, dtype)
+    return BACKEND.of(x).forward(x, residual, gate, weight, bias, eps, center, act, dtype)
 
 
 def _fake_forward(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -162,7 +152,7 @@ def _backward(
     center: bool,
     act: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _backend(z).backward(grad, grad_z, z, gate, weight, bias, eps, center, act)
+    return BACKEND.of(z).backward(grad, grad_z, z, gate, weight, bias, eps, center, act)
 
 
 def _fake_backward(grad: Tensor, grad_z: Tensor | None, z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

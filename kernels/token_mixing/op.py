@@ -5,32 +5,18 @@ Legend: N rows of a batch, n tokens in, P tokens out, D width, K terms.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.common.backend import Backend
 from kernels.common.eager import all_direct, refuse_tangents
-from kernels.common.inputs import cast, require_floats
+from kernels.common.inputs import FLOATS, cast, require_floats
 from kernels.common.operators import operator, undifferentiated, wanted
 from kernels.token_mixing import reference
 
-
-def _backend(x: Tensor, matrix: Tensor) -> ModuleType:
-    """The implementation for the device of ``x``; each has ``forward`` and ``backward`` of ``reference``."""
-    if not x.is_cuda:
-        return reference
-    kernels = _kernels()
-    return kernels if kernels.supports(x, matrix) else reference
-
-
-@cache
-def _kernels() -> ModuleType:
-    from kernels.token_mixing import triton  # not installed with PyTorch for CPU
-
-    return triton
+BACKEND = Backend(reference)
 
 
 def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
@@ -71,7 +57,6 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
-    require_floats("sum_kron", x=x, mix=mix, maps=maps)
     of_x, of_mix, of_maps = x.shape, mix.shape, maps.shape
     fits = len(of_x) == len(of_mix) == len(of_maps) == 3 and of_mix[0] == of_maps[0]
     if not fits or of_mix[1] != of_x[1] or of_maps[1] != of_x[2]:
@@ -79,17 +64,20 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
             f"x {list(of_x)}, mix {list(of_mix)} and maps {list(of_maps)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
-    inputs = (x, cast(mix, x.dtype), cast(maps, x.dtype))
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+    if not x.dtype == mix.dtype == maps.dtype or x.dtype not in FLOATS or not x.device == mix.device == maps.device:
+        require_floats("sum_kron", x=x, mix=mix, maps=maps)
+        mix, maps = mix.to(x.dtype), maps.to(x.dtype)
+    inputs = (x, mix, maps)
+    if torch._C._is_any_autocast_enabled() and not x.is_meta:
         with torch.autocast(x.device.type, enabled=False):  # which would change the dtype of the product
             return _apply(inputs)
     return _apply(inputs)
 
 
 def _apply(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    refuse_tangents("sum_kron", inputs)
     if all_direct(inputs):
         return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
+    refuse_tangents("sum_kron", inputs)
     x, mix, maps = inputs
     (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
     mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
@@ -139,11 +127,11 @@ _sum_kron_backward = undifferentiated("sum_kron", _run_sum_kron_backward)
 
 
 def _forward(x: Tensor, matrix: Tensor) -> Tensor:
-    return _backend(x, matrix).forward(x, matrix)
+    return BACKEND.of(x, matrix).forward(x, matrix)
 
 
 def _backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    dx, d_matrix = _backend(x, matrix).backward(grad, x, matrix)
+    dx, d_matrix = BACKEND.of(x, matrix).backward(grad, x, matrix)
     return dx, d_matrix
 
 

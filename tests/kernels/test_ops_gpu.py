@@ -12,7 +12,7 @@ from kernels import jagged
 from kernels.block_attention import block_attention
 from kernels.interaction import fm_block
 from kernels.jagged import offsets_from_lengths
-from kernels.jagged.op import sequence_rows
+from kernels.jagged.sequences_op import sequence_rows
 from kernels.norms import add_layer_norm, layer_norm, rms_norm
 from kernels.token_mixing import mix_tokens, sum_kron
 from tests.kernels.unwritten import unwritten_is_nan

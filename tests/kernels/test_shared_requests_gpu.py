@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.common import launch
 from kernels.common.launch import Call
+from kernels.common.requests import request_offsets
 from kernels.gdpa import gdpa
 from kernels.jagged import offsets_from_lengths
-from kernels.jagged.requests import request_offsets
 from kernels.jagged_attention import jagged_attention
 from tests.kernels.test_triton_gpu import same
 from tests.kernels.unwritten import unwritten_is_nan

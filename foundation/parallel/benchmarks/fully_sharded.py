@@ -303,7 +303,7 @@ def references() -> ExitStack:
     stack = ExitStack()
     for name in KERNELS:
         op = importlib.import_module(f"kernels.{name}.op")
-        stack.enter_context(mock.patch.object(op, "_backend", partial(_reference, op)))
+        stack.enter_context(mock.patch.object(op.BACKEND, "of", partial(_reference, op)))
     return stack
 
 

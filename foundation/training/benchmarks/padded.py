@@ -27,8 +27,8 @@ from foundation.model.events import Events, History
 from foundation.model.joint import HistoryAttention
 from foundation.model.sequence import GeneratedNetwork, SelfAttention
 from kernels.block_attention.reference import BLOCK, angles, rotate
+from kernels.common.requests import request_offsets
 from kernels.jagged import from_padded, to_padded
-from kernels.jagged.requests import request_offsets
 
 Kernels = Literal["ours", "padded", "torch"]
 """The project's; padded attention in their place; that, and PyTorch's operators for norms and interactions too."""

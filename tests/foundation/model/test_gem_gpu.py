@@ -31,7 +31,7 @@ OPS = tuple(
     for package in pkgutil.iter_modules(kernels.__path__)
     if (Path(kernels.__path__[0]) / package.name / "op.py").exists()
 )
-"""The modules of all operators; ``_backend`` of each chooses between its kernels and its reference."""
+"""The modules of all operators; ``BACKEND`` of each chooses between its kernels and its reference."""
 
 ONLY_16_BIT = {"kernels.interaction.triton", "kernels.token_mixing.triton"}
 """Kernels that leave float32 to PyTorch's products."""
@@ -95,7 +95,7 @@ def test_kernels_train_as_the_references_do(
     used: set[str] = set()
 
     def watched(op: ModuleType) -> Any:
-        choose = op._backend
+        choose = op.BACKEND.of
 
         def backend(*tensors: torch.Tensor) -> ModuleType:
             chosen = choose(*tensors)
@@ -105,12 +105,12 @@ def test_kernels_train_as_the_references_do(
         return backend
 
     for op in OPS:
-        monkeypatch.setattr(op, "_backend", watched(op))
+        monkeypatch.setattr(op.BACKEND, "of", watched(op))
     with_kernels = losses(every_op(joint), precision)
     everything = {op.__name__.removesuffix("op") + "triton" for op in OPS}
     assert everything - used == (ONLY_16_BIT if precision == torch.float32 else set())
     for op in OPS:
-        monkeypatch.setattr(op, "_backend", lambda *tensors, reference=op.reference: reference)
+        monkeypatch.setattr(op.BACKEND, "of", lambda *tensors, reference=op.reference: reference)
     without = losses(every_op(joint), precision)
     assert with_kernels[-1] < 0.8 * with_kernels[0]
     assert with_kernels == pytest.approx(without, rel=tolerance)
