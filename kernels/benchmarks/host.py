@@ -48,6 +48,9 @@ def calls() -> Iterator[tuple[str, Op, tuple[Tensor, ...]]]:
         (q, k, v),
     )
     yield "jagged_attention, d128", lambda q, k, v: jagged_attention(q, k, v, offsets, offsets), wide
+    two = torch.arange(3, device="cuda") * 512  # enough keys for the kernels that are scheduled by hand
+    long = random(3, 1024, 4, 128).unbind(0)
+    yield "jagged_attention, by hand", lambda q, k, v: jagged_attention(q, k, v, two, two), long
     place, turns = torch.arange(512, device="cuda").float(), torch.rand(32, device="cuda")
     yield "block_attention", lambda q, k, v: block_attention(q, k, v, offsets), (q, k, v)
     yield (

@@ -94,6 +94,13 @@ class Call:
     """B."""
     strides: tuple[int, ...] = field(init=False)
     """Of rows and heads: of q, k and v."""
+    q_shape: tuple[int, ...] = field(init=False)
+    """Of q, as those below: to ask a tensor for its shape takes the host a while."""
+    k_shape: tuple[int, ...] = field(init=False)
+    v_width: int = field(init=False)
+    """e."""
+    out_rows: int = field(init=False)
+    """Rows of the output and of the gradient of each copy of q."""
 
     def __post_init__(self) -> None:
         if self.kv_offsets is None:
@@ -103,34 +110,28 @@ class Call:
         self.k, k_steps = _rows(self.k)
         self.v, v_steps = _rows(self.v)
         self.strides = (*q_steps, *k_steps, *v_steps)
+        self.q_shape, self.k_shape, self.v_width = self.q.shape, self.k.shape, self.v.shape[2]
         if self.kv_offsets is not None:
             self.batch = self.kv_offsets.shape[0] - 1
         elif self.q_offsets is not None:
             self.batch = self.q_offsets.shape[0] - 1
         else:
-            self.batch = self.k.shape[0] // max(self.max_kv, 1)
-
-    @property
-    def out_rows(self) -> int:
-        """Rows of the output and of the gradient of each copy of q."""
-        return self.q.shape[0] * (self.batch if self.q_offsets is None else 1)
+            self.batch = self.k_shape[0] // max(self.max_kv, 1)
+        self.out_rows = self.q_shape[0] * (self.batch if self.q_offsets is None else 1)
 
     def numbers(self) -> tuple[float, ...]:
         """The numbers that the kernels take."""
-        return self.batch, self.q.shape[0], max(self.max_kv, 0), self.window, self.logit, self.factor
+        return self.batch, self.q_shape[0], max(self.max_kv, 0), self.window, self.logit, self.factor
 
     def all_numbers(self) -> tuple[float, ...]:
         """The numbers that the kernels for long sequences take."""
-        rows, keys = self.q.shape[0], self.k.shape[0]
-        return self.batch, rows, keys, self.window, self.logit, self.factor, self.q.shape[1], *self.strides
+        rows, heads, _ = self.q_shape
+        return self.batch, rows, self.k_shape[0], self.window, self.logit, self.factor, heads, *self.strides
 
     def signature(self) -> Signature:
         """Of these tensors."""
         q, k, v, batch, most, window = self.q, self.k, self.v, self.batch, self.max_kv, self.window
-        (out_rows, heads, width), (all_keys, kv_heads, _) = q.shape, k.shape
-        broadcast = self.q_offsets is None
-        if broadcast:
-            out_rows *= batch
+        (_, heads, width), (all_keys, kv_heads, _), out_rows = self.q_shape, self.k_shape, self.out_rows
         sequences = batch or 1
         bounded = most >= 0
         keys = most if bounded else all_keys // sequences
@@ -139,9 +140,9 @@ class Call:
             keys, bounded = min(span, keys), bounded and most <= span
         crowded = ((out_rows if out_rows > all_keys else all_keys) // 32 + batch) * heads >= CROWD
         return Signature(
-            q.device, q.dtype, heads, kv_heads, width, v.shape[2], self.strides,
+            q.device, q.dtype, heads, kv_heads, width, self.v_width, self.strides,
             not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-            self.act, self.logit != 1.0, self.causal, window >= 0, broadcast, self.kv_offsets is None,
+            self.act, self.logit != 1.0, self.causal, window >= 0, self.q_offsets is None, self.kv_offsets is None,
             max(1, ((batch - 1).bit_length() + 4) // 5), bounded, crowded,
             tuning.bucket(out_rows // sequences), tuning.bucket(keys),
         )  # fmt: skip
@@ -149,14 +150,14 @@ class Call:
     def q_tiles(self, block: int) -> int:
         """Blocks of query rows: enough for all sequences."""
         if self.q_offsets is None:
-            return self.batch * triton.cdiv(self.q.shape[0], block)
-        return self.q.shape[0] // block + self.batch
+            return self.batch * triton.cdiv(self.q_shape[0], block)
+        return self.q_shape[0] // block + self.batch
 
     def kv_tiles(self, block: int) -> int:
         """Blocks of key rows: enough for all sequences."""
         if self.kv_offsets is None:
             return self.batch * triton.cdiv(self.max_kv, block)
-        return self.k.shape[0] // block + self.batch
+        return self.k_shape[0] // block + self.batch
 
 
 def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -185,31 +186,28 @@ def supports(q: Tensor, v: Tensor) -> bool:
 
 def forward(call: Call, config: Config | None = None) -> tuple[Tensor, Tensor | None]:
     """Output ``[Tq, H, e]`` and, for softmax, LSE ``[Tq, H]``."""
-    q, k, v, out_rows = call.q, call.k, call.v, call.out_rows
-    (rows, heads, _), width = q.shape, v.shape[2]
+    q, k, v, out_rows, heads, width = call.q, call.k, call.v, call.out_rows, call.q_shape[1], call.v_width
     tensors: tuple[Tensor | None, ...]
     out = q.new_empty(out_rows, heads, width)
     lse = q.new_empty(out_rows, heads, dtype=torch.float32) if call.act == "softmax" else None
     if not out_rows * heads * width:
         return out, lse
-    if k.shape[0] == 0:
+    if call.k_shape[0] == 0:
         return out.zero_(), lse if lse is None else lse.zero_()
     signature = call.signature()
     plan = _forward_plan(signature) if config is None else _build_forward(signature, config)
-    where = (call.q_offsets, call.kv_offsets)
-    if "BUFFERS" in plan.constants or "OVERLAP" in plan.constants:
-        numbers = (call.batch, rows, k.shape[0], *call.numbers()[2:], heads, *call.strides)
+    where, constants, numbers = (call.q_offsets, call.kv_offsets), plan.constants, call.numbers()
+    if "BUFFERS" in constants or "OVERLAP" in constants:
+        numbers = (*numbers[:2], call.k_shape[0], *numbers[2:], heads, *call.strides)
         tensors = (q, k, v, out, *where)
-        if "OVERLAP" in plan.constants:
-            taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+        if "OVERLAP" in constants:
+            taken = q.new_zeros(heads, dtype=torch.int32)
             tensors = (q, k, v, out, lse, *where, taken)
         plan.start(_programs(q.device, heads), tensors, numbers)
-    elif "CHUNK" in plan.constants:
-        programs = call.q_tiles(plan.constants["CHUNK"]) * heads
-        plan.start(programs, (q, k, v, out, *where), call.numbers())
+    elif "CHUNK" in constants:
+        plan.start(call.q_tiles(constants["CHUNK"]) * heads, (q, k, v, out, *where), numbers)
     else:
-        programs = call.q_tiles(plan.constants["BLOCK_Q"]) * heads
-        plan.start(programs, (q, k, v, out, lse, *where), call.numbers())
+        plan.start(call.q_tiles(constants["BLOCK_Q"]) * heads, (q, k, v, out, lse, *where), numbers)
     return out, lse
 
 
@@ -234,12 +232,12 @@ def backward(
     if of_queries is not None:
         tensors = (q, k, v, grad, out, dq, lse, delta, *where)
         if "KEPT" in of_queries.constants:
-            taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+            taken = q.new_zeros(heads, dtype=torch.int32)
             of_queries.start(_programs(q.device, heads), (*tensors, taken), call.all_numbers())
         else:
             of_queries.start(call.q_tiles(of_queries.constants["BLOCK_Q"]) * heads, tensors, call.numbers())
     if "KEPT" in of_keys.constants:
-        taken = torch.zeros(heads, dtype=torch.int32, device=q.device)
+        taken = q.new_zeros(heads, dtype=torch.int32)
         tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken)
         of_keys.start(_programs(q.device, heads), tensors, call.all_numbers())
     else:

@@ -82,19 +82,29 @@ class Launch:
             numbers: what the kernel does not specialise on.
             strides: what it does, for which it so is bound anew: numbers that few batches change.
         """
-        pointers = [0 if x is None else x.data_ptr() for x in tensors]
-        odd: Any = functools.reduce(operator.or_, pointers) & 15
-        if odd:
-            odd = tuple([address & 15 == 0 for address in pointers])
-        large = max(numbers) > 2147483647 and tuple([number > 2147483647 for number in numbers])
-        kind = (odd, large, *strides, *map(type, numbers), *[x if x is None else x.dtype for x in tensors])
-        compiled = self._bound.get(kind)
+        kind: list[Any] = [*strides, *map(type, numbers)]
+        pointers, odd = [], 0
+        for x in tensors:  # once for all that is asked of them: this is host time of every call
+            if x is None:
+                pointers.append(0)
+                kind.append(None)
+                continue
+            address = x.data_ptr()
+            odd |= address
+            pointers.append(address)
+            kind.append(x.dtype)
+        if odd & 15:
+            kind.append(("odd", *[address & 15 == 0 for address in pointers]))
+        if max(numbers) > 2147483647:
+            kind.append(("large", *[number > 2147483647 for number in numbers]))
+        bound = tuple(kind)
+        compiled = self._bound.get(bound)
         if compiled is not None:
             _run(compiled, programs, (*pointers, *numbers, *strides, *self._tail))
             return
         compiled = self._kernel[(programs,)](*tensors, *numbers, *strides, **self.constants)
         if compiled is not None:  # as it is from the interpreter
-            self._bound[kind] = compiled
+            self._bound[bound] = compiled
 
 
 def _run(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
@@ -109,4 +119,10 @@ def _run(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Device memory for descriptors, from PyTorch's allocator, which aligns to 512 bytes."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return _bytes(driver.active.get_current_device()).new_empty(size)
+
+
+@functools.cache
+def _bytes(device: int) -> Tensor:
+    """No bytes on a GPU: to ask one tensor for another takes the host half as long as to name type and device."""
+    return torch.empty(0, dtype=torch.int8, device=torch.device("cuda", device))

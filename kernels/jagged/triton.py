@@ -279,7 +279,7 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _pad(values: Tensor, offsets: Tensor, out: Tensor, real: Tensor | None, padding: float, right: bool) -> None:
     (x, stride), (batch, length) = matrix(values), out.shape[:2]
     tensors, numbers = (x, out, real, offsets), (batch * length, length, float(padding))
-    _launch(pad_kernel, batch * length, x, tensors, numbers, (stride,), RIGHT=right)
+    _launch("pad_kernel", batch * length, x, tensors, numbers, (stride,), RIGHT=right)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:
@@ -294,7 +294,7 @@ def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Ten
         x = padded if padded.dim() == 3 else padded.reshape(batch, length, -1)
         x = x if x.stride(2) == 1 else x.contiguous()
         numbers, strides = (batch, total, length), x.stride()[:2]
-        _launch(unpad_kernel, total, x, (x, out, offsets), numbers, strides, RIGHT=right, ROUNDS=rounds(batch))
+        _launch("unpad_kernel", total, x, (x, out, offsets), numbers, strides, RIGHT=right, ROUNDS=rounds(batch))
     return out
 
 
@@ -319,7 +319,7 @@ def _gather(values: Tensor, add: Tensor | None, index: Tensor) -> Tensor:
         (x, stride), index = matrix(values), index.contiguous()
         more, more_stride = (None, 0) if add is None else matrix(add)
         choices = index.shape[1] if index.dim() == 2 else 1
-        _launch(gather_kernel, rows, x, (x, more, index, out), (rows,), (stride, more_stride), CHOICES=choices)
+        _launch("gather_kernel", rows, x, (x, more, index, out), (rows,), (stride, more_stride), CHOICES=choices)
     return out
 
 
@@ -367,7 +367,7 @@ def _spread(rows: Tensor, add: Tensor | None, offsets: Tensor, total: int, mean:
         (x, stride), batch = matrix(rows), offsets.shape[0] - 1
         more, more_stride = (None, 0) if add is None else matrix(add)
         tensors, strides = (x, more, out, offsets), (stride, more_stride)
-        _launch(spread_kernel, total, x, tensors, (batch, total), strides, MEAN=mean, ROUNDS=rounds(batch))
+        _launch("spread_kernel", total, x, tensors, (batch, total), strides, MEAN=mean, ROUNDS=rounds(batch))
     return out
 
 
@@ -380,7 +380,7 @@ def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
     if out.numel():
         (x, stride), (y, y_stride) = matrix(a), matrix(b)
         tensors, strides = (x, y, out, a_offsets, offsets), (stride, y_stride)
-        _launch(concat_kernel, total, x, tensors, (batch, total), strides, ROUNDS=rounds(batch))
+        _launch("concat_kernel", total, x, tensors, (batch, total), strides, ROUNDS=rounds(batch))
     return out
 
 
@@ -393,7 +393,7 @@ def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tu
     if values.numel():
         x, stride = matrix(values)
         tensors = (x, a, b, a_offsets, offsets)
-        _launch(split_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
+        _launch("split_kernel", total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return a, b
 
 
@@ -405,7 +405,7 @@ def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets
     if out.numel():
         (x, stride), count = matrix(values), index.shape[0]
         tensors = (x, out, offsets, index.contiguous(), new_offsets)
-        _launch(sequences_kernel, total, x, tensors, (count, total), (stride,), ROUNDS=rounds(count))
+        _launch("sequences_kernel", total, x, tensors, (count, total), (stride,), ROUNDS=rounds(count))
     return out
 
 
@@ -421,7 +421,7 @@ def sum_sequences(
             index, order = sort(index, batch)
         x, stride = matrix(grad)
         tensors = (x, out, offsets, starts(index, batch), order, new_offsets)
-        _launch(copies_kernel, total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
+        _launch("copies_kernel", total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return out
 
 
@@ -456,29 +456,25 @@ def _sum_launches(
 
 
 def _launch(
-    kernel: Any,
-    rows: int,
-    x: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    strides: tuple[int, ...],
-    **constants: Any,
-) -> None:
+    name: str, rows: int, x: Tensor, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...],
+    strides: tuple[int, ...], **constants: Any,
+) -> None:  # fmt: skip
     """Runs a kernel over the tiles of ``rows`` rows as wide as those of ``x``, its last dim."""
-    launch, parts = _plan(kernel, x.device, x.dtype, x.shape[-1], *constants.items())
+    launch, parts = _plan(name, x.device, x.dtype, x.shape[-1], *constants.items())
     launch.start(-(-rows // launch.constants["ROWS"]) * parts, tensors, numbers, strides)
 
 
 @memory_tuning.plan
 def _plan(
-    kernel: Any, device: torch.device, dtype: torch.dtype, width: int, *constants: tuple[str, int]
+    name: str, device: torch.device, dtype: torch.dtype, width: int, *constants: tuple[str, int]
 ) -> tuple[Launch, int]:
-    """A kernel with its constants, and how many tiles a row has."""
-    config = memory_tuning.find(kernel.fn.__name__, device, dtype, width, 1)
+    """A kernel, by its name, which is hashed faster, with its constants, and how many tiles a row has."""
+    config = memory_tuning.find(name, device, dtype, width, 1)
     if config is None:
-        config = default(width, dtype.itemsize, kernel is copies_kernel)
+        config = default(width, dtype.itemsize, name == "copies_kernel")
     block = _block(width)
-    return Launch(kernel, {**dict(constants), **config, "WIDTH": width, "BLOCK": block}), -(-width // block)
+    launch = Launch(globals()[name], {**dict(constants), **config, "WIDTH": width, "BLOCK": block})
+    return launch, -(-width // block)
 
 
 def _block(width: int) -> int:
