@@ -33,7 +33,8 @@ def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
-    require_floats("mix_tokens", x=x, matrix=matrix)
+    if x.dtype not in FLOATS or matrix.dtype not in FLOATS or x.device != matrix.device:
+        require_floats("mix_tokens", x=x, matrix=matrix)
     if x.dim() != 3 or matrix.dim() != 2 or matrix.shape[0] != x.shape[1]:
         raise ValueError(
             f"x {list(x.shape)} and matrix {list(matrix.shape)} do not go together: [N, n, D] and [n, P] are wanted"
