@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from triton.runtime.errors import TritonError
 
 from kernels.benchmarks.bandwidth import packed_lengths
 from kernels.benchmarks.cases import milliseconds
+from kernels.benchmarks.jagged import CASES, COPIES
 from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_kernels
 from kernels.common import memory_tuning
@@ -35,6 +37,7 @@ from kernels.interaction import triton as fm_kernels
 from kernels.jagged import offsets_from_lengths, tables_triton
 from kernels.jagged import reference as jagged_reference
 from kernels.jagged import triton as jagged_kernels
+from kernels.jagged.short_sums_triton import SHORT
 from kernels.norms import reference as norm_reference
 from kernels.norms import triton as norm_kernels
 from kernels.token_mixing import reference as mix_reference
@@ -44,6 +47,8 @@ TOLERANCE = 6e-3
 """Norm of the error over that of the reference. bf16 rounds to 2^-9; inputs of the products, and the result, do so."""
 
 Config = dict[str, Any]
+Inputs = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
+"""A function that starts a kernel, the reference, and what both are called with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ JOBS = [
     *(Job("sum", width, length) for width in (64, 256) for length in (32, 512)),
     *(Job("short_sum", width) for width in (64, 256)),
     *(Job(f"norm_{way}", width) for way in ("forward", "backward") for width in (128, 256, 1024, 4096)),
-    Job("tables", 256),
+    *(Job("tables", width) for width in (64, 256)),
     *(Job(f"fm_{way}", *shape) for way in ("forward", "backward") for shape in FM),
     *(Job(f"mix_{way}", *shape) for way in ("forward", "backward") for shape in MIX),
 ]
@@ -103,7 +108,9 @@ def candidates(job: Job) -> list[Config]:
             for more in ((8, 256) if job.kernel == "fm_forward" else (4, 8))
         ]
     if job.kernel == "tables":
-        shapes = [(64, 128, 4), (128, 128, 4), (64, 64, 4), (64, 128, 8)]
+        shapes = [(64, 64, 4), (128, 64, 4), (64, 64, 8)]
+        if job.width > 64:
+            shapes = [(64, 128, 4), (128, 128, 4), (64, 64, 4), (64, 128, 8)]
         return [
             {"PROGRAMS": more, "ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
             for rows, block, warps in shapes
@@ -144,11 +151,33 @@ def candidates(job: Job) -> list[Config]:
             for stages in (1, 2, 3)
         ]
     tiles = [(2048, 2), (4096, 4), (16384, 8)]
-    return [{"ROWS": min(256, size // block), "num_warps": warps} for size, warps in tiles]
+    found = [{"ROWS": min(256, size // block), "num_warps": warps} for size, warps in tiles]
+    if job.kernel == "sequences_kernel":  # a large tile whose addresses take all registers leaves room for few warps
+        found += [{"ROWS": size // block, "num_warps": 4} for size in (8192, 16384)]
+        found += [{"ROWS": 16384 // block, "num_warps": 4, "maxnreg": most} for most in (96, 128)]
+    return found
 
 
-def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
-    """The kernel's function, the reference and what both are called with, about 256 MB of it unless ``small``."""
+def batches(job: Job) -> list[tuple[int, int, str]]:
+    """What jagged movement is timed on: sequences, the longest, and the kind of their lengths; the sum of times counts.
+
+    What serves all lengths of a width is timed on the cases of the benchmark where that makes a difference.
+    """
+    if job.kernel == "sequences_kernel":
+        return [(batch, longest, kind) for _, batch, longest, width, kind in CASES if width == job.width]
+    longest = {"sum": 2 * job.length, "short_sum": 16}.get(job.kernel, 1024)
+    return [(2**28 // job.width // longest, longest, "s=.5")]
+
+
+def inputs(job: Job, small: bool) -> list[Inputs]:
+    """All that a kernel is timed on, about 256 MB each unless ``small``, which is for compiling."""
+    if job.kernel.startswith(("norm", "block", "fm", "mix", "tables")):
+        return [arguments(job, small)]
+    return [movement(job, *batch, small) for batch in batches(job)]
+
+
+def arguments(job: Job, small: bool) -> Inputs:
+    """Of the kernels that know no sequences, of any length."""
     width = job.width
     if job.kernel.startswith("norm"):
         rows = 100 if small else 2**27 // width
@@ -182,18 +211,25 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
             return own.forward, reference.forward, (x, small_matrix)
         out = (rows, job.length, columns) if is_fm else (rows, columns, width)
         return own.backward, reference.backward, (torch.randn(out, device="cuda").bfloat16(), x, small_matrix)
-    if job.kernel == "tables":
-        rows = 2000 if small else 2**27 // width
-        x = torch.randn(rows, width, device="cuda").bfloat16()
-        index = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).cuda()
-        return tables_triton.table_sum, jagged_reference.table_sum, (x, index, (2048, 64))
-    longest = {"sum": 2 * job.length, "short_sum": 16}.get(job.kernel, 1024)
+    assert job.kernel == "tables"
     rows = 2000 if small else 2**27 // width
-    offsets = offsets_from_lengths(packed_lengths(max(2, 2 * rows // longest), longest, "s=.5")).cuda()
-    total, batch = int(offsets[-1]), offsets.shape[0] - 1
+    x = torch.randn(rows, width, device="cuda").bfloat16()
+    index = torch.stack([torch.randint(2048, (rows,)), 2048 + torch.randint(64, (rows,))], dim=1).cuda()
+    return tables_triton.table_sum, jagged_reference.table_sum, (x, index, (2048, 64))
+
+
+def movement(job: Job, batch: int, longest: int, kind: str, small: bool) -> Inputs:
+    """Of jagged movement. ``small``: as many sequences, for which kernels are compiled, but of few rows."""
+    width = job.width
+    lengths = packed_lengths(batch, longest, kind)
+    if small:
+        longest = min(longest, 2 * SHORT)
+        lengths = lengths.clamp(max=longest)
+    offsets = offsets_from_lengths(lengths).cuda()
+    total = int(offsets[-1])
     x, y = torch.randn(2, total, width, device="cuda").bfloat16()
     dense = torch.randn(batch, width, device="cuda").bfloat16()
-    index = torch.arange(max(1, batch // 8), device="cuda").repeat_interleave(8)
+    index = torch.arange(batch // COPIES, device="cuda").repeat_interleave(COPIES)
     few = offsets[: index[-1] + 2]
     source = x[: int(few[-1])]
     new = offsets_from_lengths(few.diff()[index])
@@ -216,6 +252,12 @@ def arguments(job: Job, small: bool) -> tuple[Callable[..., Any], Callable[..., 
     return getattr(jagged_kernels, name), getattr(jagged_reference, name), given
 
 
+def expected(reference: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """What the reference makes of the same in float64."""
+    exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    return reference(*(torch.float64 if x is torch.bfloat16 else x for x in exact))
+
+
 def error(got: Any, want: Any) -> float:
     """The largest relative error over the results; infinite where anything is not finite."""
     worst = 0.0
@@ -229,10 +271,10 @@ def error(got: Any, want: Any) -> float:
 
 def _compile(work: tuple[Job, Config]) -> None:
     job, config = work
-    own, _, given = arguments(job, small=True)
     try:
         with memory_tuning.forced(job.kernel, config):
-            own(*given)
+            for own, _, given in inputs(job, small=True):
+                own(*given)
         torch.cuda.synchronize()
     except (RuntimeError, TritonError):
         return
@@ -250,21 +292,19 @@ def to_compile(jobs: list[Job]) -> list[tuple[Job, Config]]:
 
 def tune(job: Job) -> tuple[str, Config] | None:
     """The fastest correct configuration, by its key in the table."""
-    own, reference, given = arguments(job, small=False)
-    exact = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
-    want = reference(*(torch.float64 if x is torch.bfloat16 else x for x in exact))
+    cases = [(own, given, expected(reference, given)) for own, reference, given in inputs(job, small=False)]
     best: tuple[float, Config] | None = None
     for config in candidates(job):
         with memory_tuning.forced(job.kernel, config):
             try:
-                wrong = error(own(*given), want)
+                wrong = max(error(own(*given), want) for own, given, want in cases)
             except (RuntimeError, TritonError) as problem:
                 print(f"{job} does not run: {config}: {str(problem)[:80]}")
                 continue
             if not wrong < TOLERANCE:
                 print(f"{job} WRONG by {wrong:.1e}: {config}")
                 continue
-            ms = milliseconds(lambda: own(*given), graph=True, rep=10)
+            ms = sum(milliseconds(partial(own, *given), graph=True, rep=10) for own, given, _ in cases)
         print(f"{job.kernel} {job.width} {job.length}: {ms:.4f} ms, error {wrong:.1e}: {config}", flush=True)
         if best is None or ms < best[0]:
             best = (ms, config)

@@ -195,7 +195,8 @@ def _launches(
     device: torch.device, dtype: torch.dtype, width: int, groups: int, big: int
 ) -> tuple[Launch, Launch, Launch, Launch, int]:
     """The four kernels, and the most programs of the third, of all parts of the columns together."""
-    config = memory_tuning.find("tables", device, dtype, width, 1) or DEFAULT
+    tuned = 64 if width <= 64 else 256  # a tile has 64 columns or 128, however wide the rows are
+    config = memory_tuning.find("tables", device, dtype, tuned, 1) or DEFAULT
     grouping = {"GROUPS": groups, "ROWS": BLOCK_ROWS}
     sums = {"WIDTH": width, "BLOCK": min(config["BLOCK"], max(64, triton.next_power_of_2(width)))}
     own = {"GROUPS": groups, **{name: config[name] for name in ("ROWS", "STAGES", "num_warps")}}

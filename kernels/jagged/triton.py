@@ -472,6 +472,8 @@ def _plan(
     config = memory_tuning.find(name, device, dtype, width, 1)
     if config is None:
         config = default(width, dtype.itemsize, name == "copies_kernel")
+    if width * dtype.itemsize % 16:  # moved element by element, for which a tuned limit would make registers spill
+        config = {option: value for option, value in config.items() if option != "maxnreg"}
     block = _block(width)
     launch = Launch(globals()[name], {**dict(constants), **config, "WIDTH": width, "BLOCK": block})
     return launch, -(-width // block)

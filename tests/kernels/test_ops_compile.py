@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.block_attention import triton as block_attention  # noqa: E402
+from kernels.common import memory_tuning  # noqa: E402
 from kernels.jagged import offsets_triton, short_sums_triton, tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
@@ -104,6 +105,25 @@ def test_gradients_of_two_tables(arch: int) -> None:
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert resources(compiled)["stack"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "stack"),
+    [("sequences_kernel", 64, 8), ("sequences_kernel", 256, 0), ("tables", 64, 0), ("tables", 256, 104)],
+)
+def test_what_ships_spills_no_more_than_when_it_was_chosen(name: str, width: int, stack: int) -> None:
+    config = dict(memory_tuning.tuned()[memory_tuning.key(name, "NVIDIA H200", torch.bfloat16, width, 1)])
+    options = {option: config.pop(option) for option in ("num_warps", "maxnreg") if option in config}
+    kernel, constants = tables_triton.sum_kernel, {"GROUPS": 32, "WIDTH": width, **config}
+    if name == "tables":
+        del constants["PROGRAMS"]
+    else:
+        kernel, constants = jagged.sequences_kernel, {"ROUNDS": 3, "WIDTH": width, "BLOCK": width, **config}
+    compiled = build(kernel, constants, 90, torch.bfloat16, **options)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    found = resources(compiled)
+    assert found["stack"] <= stack
+    assert found["registers"] <= options.get("maxnreg", 255)
 
 
 @pytest.mark.parametrize("arch", [90, 100])

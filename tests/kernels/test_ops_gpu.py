@@ -251,9 +251,31 @@ def test_movement_is_the_same_in_every_run_and_never_waits() -> None:
     twice(op, (x, y, table))
 
 
+@pytest.mark.parametrize("width", [7, 50, 64, 128, 250, 256])
+def test_gathered_sequences_of_any_width_and_stride(width: int) -> None:
+    """In tiles that end within a sequence and span some: rows of 16 bytes and others, views of wider rows, odd ones."""
+    offsets = offsets_of([900, *[0, 3, 1] * 90, 0, 700, 2])
+    wide = random(int(offsets[-1]), 2 * width + 1)
+    rising = torch.arange(offsets.shape[0] - 1, device="cuda").repeat_interleave(8)
+    for values in (wide[:, :width].contiguous(), wide[:, :width], wide[:, 1 : width + 1]):
+        for index in (rising, rising.flip(0)[:37]):
+            rows, new_offsets = sequence_rows(offsets, index)
+            got, got_offsets = jagged.gather_sequences(values, offsets, index, total=rows.shape[0])
+            assert torch.equal(got, values[rows])
+            assert torch.equal(got_offsets, new_offsets)
+    total = int(offsets[-1]) * 8
+    twice(lambda x: jagged.gather_sequences(x, offsets, rising, total=total, rising=True)[0], (wide[:, :width],))
+
+
 @pytest.mark.parametrize("rows", [1, 200_000])
-@pytest.mark.parametrize("sizes", [(2048, 64), (5, 700), (64, 64), (16_384, 1)])
-def test_gradients_of_two_tables(sizes: tuple[int, int], rows: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "sizes"),
+    [
+        (72, (2048, 64)), (72, (5, 700)), (72, (64, 64)), (72, (16_384, 1)), (64, (2048, 64)), (64, (16_384, 1)),
+        (50, (5, 700)), (256, (2048, 64)),
+    ],
+)  # fmt: skip
+def test_gradients_of_two_tables(width: int, sizes: tuple[int, int], rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     columns = [torch.randint(n, (rows,), generator=generator, device="cuda") for n in sizes]
     columns[0] = columns[0] * columns[0] // sizes[0]  # more of the first rows
@@ -262,7 +284,7 @@ def test_gradients_of_two_tables(sizes: tuple[int, int], rows: int) -> None:
     def op(x: Tensor, table: Tensor) -> Tensor:
         return jagged.embedding_add(x, table, index, sizes=sizes)
 
-    inputs = (random(rows, 72), random(sum(sizes), 72, seed=1))
+    inputs = (random(rows, width), random(sum(sizes), width, seed=1))
     compare(op, inputs, torch.bfloat16)
     twice(op, inputs)
 

@@ -1,9 +1,9 @@
-"""Only a configuration whose result is that of the reference can win, however fast another is."""
+"""Only a configuration whose result is that of the reference can win, however fast another is; what of it ships."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from kernels.benchmarks import tune, tune_memory
 from kernels.benchmarks.cases import Case, Inputs
 from kernels.common import memory_tuning
 from kernels.gdpa import reference as gdpa_reference
-from kernels.jagged import offsets_from_lengths
+from kernels.jagged import offsets_from_lengths, tables_triton
 from kernels.jagged import reference as jagged_reference
+from kernels.jagged import triton as jagged_triton
 from kernels.jagged_attention import reference as softmax_reference
 
 Config = dict[str, Any]
@@ -101,7 +102,7 @@ def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) 
         return kernel.spoil(config, jagged_reference.segment_sum(x, offsets, mean))[0]
 
     given = (own, jagged_reference.segment_sum, (x, offsets, False))
-    monkeypatch.setattr(tune_memory, "arguments", lambda job, small: given)
+    monkeypatch.setattr(tune_memory, "inputs", lambda job, small: [given])
     monkeypatch.setattr(tune_memory, "milliseconds", kernel.milliseconds)
     monkeypatch.setattr(tune_memory, "device_name", lambda device: "fake")
     for choices in orders():
@@ -109,3 +110,83 @@ def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) 
         assert tune_memory.tune(job) == ("sum/fake/bfloat16/w8/n4", {"name": "right"})
     monkeypatch.setattr(tune_memory, "candidates", lambda job: [{"name": name} for name in ("off", "nan", "crash")])
     assert tune_memory.tune(job) is None
+
+
+@pytest.mark.parametrize("job", tune_memory.JOBS, ids=str)
+def test_what_ships_for_kernels_that_memory_bounds_may_win(job: tune_memory.Job) -> None:
+    width, length = memory_tuning.bucket(job.width), memory_tuning.bucket(job.length)
+    row = memory_tuning.key(job.kernel, "NVIDIA H200", torch.bfloat16, width, length)
+    assert memory_tuning.tuned()[row] in tune_memory.candidates(job)
+
+
+def test_time_on_all_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three configurations that wins whose sum over two batches is least, whichever is fastest on one of them."""
+    times = {"first": (1.0, 9.0), "second": (6.0, 2.0), "both": (3.0, 4.0)}
+    job, ran = tune_memory.Job("sum", 8, 4), [""]
+
+    def own(case: int, x: Tensor) -> Tensor:
+        config = memory_tuning.find("sum", x.device, x.dtype, 8, 4)
+        assert config is not None
+        ran[0] = config["name"]
+        return x
+
+    def milliseconds(call: Any, **options: Any) -> float:
+        call()
+        return times[ran[0]][call.args[0]]
+
+    given = [(own, lambda case, x: x, (case, torch.ones(3))) for case in range(2)]
+    monkeypatch.setattr(tune_memory, "inputs", lambda job, small: given)
+    monkeypatch.setattr(tune_memory, "candidates", lambda job: [{"name": name} for name in times])
+    monkeypatch.setattr(tune_memory, "milliseconds", milliseconds)
+    monkeypatch.setattr(tune_memory, "device_name", lambda device: "fake")
+    assert tune_memory.tune(job) == ("sum/fake/bfloat16/w8/n4", {"name": "both"})
+
+
+class Started:
+    """In place of a ``Launch``: notes its constants and starts nothing."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self.constants = constants
+        self.made.append(constants)
+
+    def start(self, *arguments: Any) -> None:
+        """Nothing: there is no device."""
+
+
+@pytest.mark.parametrize(("width", "dtype", "kept"), [
+    (64, torch.bfloat16, True), (8, torch.bfloat16, True), (50, torch.bfloat16, False), (4, torch.float32, True),
+    (7, torch.float32, False),
+])  # fmt: skip
+def test_registers_are_limited_where_rows_are_moved_16_bytes_at_a_time(
+    width: int, dtype: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jagged_triton, "Launch", Started)
+    offsets, index = torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])
+    config = {"ROWS": 4, "num_warps": 4, "maxnreg": 96}
+    with memory_tuning.forced("sequences_kernel", config):
+        jagged_triton.gather_sequences(torch.ones(3, width, dtype=dtype), offsets, index, torch.tensor([0, 2, 4, 5]), 5)
+    assert (Started.made[-1].get("maxnreg") == 96) is kept
+    assert config["maxnreg"] == 96, "what was found is shared"
+
+
+@pytest.mark.parametrize(("width", "row", "columns"), [(7, 64, 64), (64, 64, 64), (65, 256, 128), (1000, 256, 128)])
+def test_two_tables_take_the_row_of_their_tile(
+    width: int, row: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, length: int) -> Config:
+        asked.append(width)
+        return {"PROGRAMS": 2, "ROWS": 128, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
+
+    monkeypatch.setattr(memory_tuning, "find", find)
+    monkeypatch.setattr(tables_triton, "Launch", Started)
+    memory_tuning._forget()
+    try:
+        sums = tables_triton._launches(torch.device("cpu"), torch.bfloat16, width, 32, 2048)[2]
+        assert asked == [row]
+        assert (sums.constants["ROWS"], sums.constants["BLOCK"]) == (128, columns)
+    finally:
+        memory_tuning._forget()
