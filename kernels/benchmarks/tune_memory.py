@@ -124,13 +124,13 @@ def candidates(job: Job) -> list[Config]:
             {"GROUP": max(1, size // (rows * block)), "ROWS": rows, "num_warps": warps} for size, rows, warps in shapes
         ]
     if job.kernel == "sum":
-        tiles = [(2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
+        tiles = [(1024, 1), (2048, 2), (4096, 4), (8192, 4)] if job.length > 64 else [(256, 1), (512, 1), (1024, 1)]
         chunks = (128, 256, 512) if job.length > 64 else (512,)
         return [
             {"CHUNK": chunk, "ROWS": size // block, "num_warps": warps, "STAGES": stages}
             for size, warps in tiles
             for chunk in chunks
-            for stages in (1, 3)
+            for stages in (1, 3, 4)
         ]
     if job.kernel == "norm_forward":
         tiles = [(2048, 4), (4096, 4), (8192, 8), (4096, 8), (1024, 2)]
