@@ -97,6 +97,11 @@ def backward_long(kept: int, stages: int) -> Config:
     return {"KEPT": kept, "STAGES": stages, "TMA": True, "num_warps": 4}
 
 
+def few_keys(keys: int, **extra: int) -> Config:
+    """A configuration of ``backward_few``."""
+    return {"BLOCK_Q": 64, "KEYS": keys, "num_warps": keys // 16, **extra}
+
+
 def candidates(case: Case) -> dict[str, list[Config]]:
     """Plain kernels that may win, by pass. Product sides under 64 are left out: they have gone wrong on Hopper."""
     return {"forward": _forward_candidates(case), "backward": _backward_candidates(case)}
@@ -116,6 +121,10 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
+    if 0 < few <= 128:
+        found["backward"] = [few_keys(64 if few <= 64 else 128)]
+        if case.width == 64 and few <= 64:  # three programs on a multiprocessor
+            found["backward"].append(few_keys(64, maxnreg=168))
     if min(case.queries, few or case.queries) >= launch.LONG:
         both = backward_long(4, 3)
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}

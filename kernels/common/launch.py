@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.common import tuning
 from kernels.common.attention_backward import backward_kv, backward_q
 from kernels.common.attention_forward import forward_general, forward_short
+from kernels.common.backward_few import backward_few
 from kernels.common.backward_long import backward_long_kv, backward_long_q
 from kernels.common.forward_long import forward_long
 from kernels.common.forward_stream import forward_stream
@@ -219,6 +220,8 @@ def backward(
     grad ``[Tq, H, e]``; out and lse of the forward pass for softmax. All contiguous.
     """
     q, k, v, heads, kv_heads = call.q, call.k, call.v, call.q.shape[1], call.k.shape[1]
+    if grad.data_ptr() & 15:
+        grad = grad.clone()  # kernels scheduled by hand move 16 bytes at a time
     dk, dv = k.new_empty(*k.shape), v.new_empty(*v.shape)
     if call.batch == 0 or heads == 0 or call.out_rows == 0 or k.shape[0] == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
@@ -240,6 +243,8 @@ def backward(
         taken = q.new_zeros(heads, dtype=torch.int32)
         tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken)
         of_keys.start(_programs(q.device, heads), tensors, call.all_numbers())
+    elif "KEYS" in of_keys.constants:
+        of_keys.start(call.batch * kv_heads, (q, k, v, grad, dq, dk, dv, *where), call.numbers())
     else:
         passes = of_keys.constants["PASSES"]
         tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
@@ -297,6 +302,13 @@ def _streams(signature: Signature) -> bool:
     return wide and plain and _descriptors_fit(signature)
 
 
+def _few(signature: Signature) -> bool:
+    """Whether ``backward_few`` takes these tensors."""
+    wide = signature.width == signature.value_width and signature.width in (64, 128)
+    plain = not signature.window and signature.dtype != torch.float32
+    return wide and plain and signature.aligned and not any(x % 8 for x in signature.strides)
+
+
 def _long(signature: Signature, queries: int) -> bool:
     """Whether the kernels for long sequences take these tensors. On short ones their tiles of 128 rows are no gain."""
     wide = signature.width == signature.value_width and signature.width in (64, 128)
@@ -317,7 +329,7 @@ def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
     config = _config(kernel, signature)
     by_hand = "KEPT" in config or "KEPT" in config.get("query", {})
     fits = signature.heads == signature.kv_heads and not signature.dense and _long(signature, LONG)
-    if by_hand and not fits:
+    if (by_hand and not fits) or ("KEYS" in config and not _few(signature)):
         config = _config(f"{kernel}_plain", signature)
     return _build_backward(signature, config)
 
@@ -332,6 +344,9 @@ def _build_forward(signature: Signature, config: Config) -> Variant:
 
 def _build_backward(signature: Signature, config: Config) -> tuple[Variant, Variant | None]:
     """Of the kernel for keys, and of that for queries unless the first makes all gradients."""
+    if "KEYS" in config:
+        assert signature.bounded and signature.keys <= config["KEYS"]
+        return _variant(backward_few, signature, config), None
     config = dict(config)
     query = config.pop("query", None)
     passes = 0 if query else triton.cdiv(signature.keys, config["BLOCK_KV"])
@@ -367,7 +382,7 @@ def _variant(kernel: Any, signature: Signature, config: Config) -> Variant:
     options: dict[str, int] = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
     if kernel in (forward_stream, forward_long, backward_long_q, backward_long_kv):
         del constants["HEADS"]  # a number there
-    constants["TMA"] = config["TMA"] and _descriptors_fit(signature)
+    constants["TMA"] = config.get("TMA", False) and _descriptors_fit(signature)
     constants["TMA_OUT"] = constants["TMA"] and config.get("TMA_OUT", False)
     return Variant(kernel, constants, options)
 

@@ -1,10 +1,11 @@
 """Runs kernels scheduled by hand, as they are written, on the CPU: their warps as threads, their barriers by phases.
 
 What a Gluon kernel calls stands in for here, on NumPy arrays in float64, so that the functions of
-``kernels/common/forward_long.py`` and ``backward_long.py`` run unchanged. Warps take turns at random wherever they meet
-a barrier, a load from global memory arrives at random, with NaN in its place until then, and a product reads shared
-memory when it is waited for. So a slot that is let go too soon or read too early gives a wrong result, and warps that
-wait for each other are found. Layouts, registers and what one thread sees of another's stores are not looked at.
+``kernels/common/forward_long.py``, ``backward_long.py`` and ``backward_few.py`` run unchanged. Warps take turns at
+random wherever they meet a barrier, a load from global memory arrives at random, or when its group is waited for, with
+NaN in its place until then, and a product reads shared memory when it is waited for. So a slot that is let go too soon
+or read too early gives a wrong result, and warps that wait for each other are found. Layouts, registers and what one
+thread sees of another's stores are not looked at.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from kernels.common import backward_long, forward_long, long_tiles
+from kernels.common import backward_few, backward_long, forward_long, long_tiles
 
 
 def _checked(name: str) -> Any:
@@ -64,6 +65,7 @@ class Pointer:
     """An address, or many, within a tensor."""
 
     dtype = SimpleNamespace(element_ty="bf16")
+    type = SimpleNamespace(layout=None)
 
     def __init__(self, memory: np.ndarray, at: Any = 0) -> None:
         self.memory, self.at = memory, at
@@ -286,10 +288,31 @@ def _extreme(plain, of_arrays):
     return lambda a, b: Int(plain(a, b)) if isinstance(a, int) and isinstance(b, int) else array(of_arrays(a, b))
 
 
-def _shared(dtype, shape, layout):
+def _shared(dtype, shape, layout, value=None):
     if dtype == "int64":
         return Barriers(shape[0])
+    if value is not None:
+        return Shared(value.copy())
     return Shared(np.zeros(shape, int) if dtype == "int32" else np.full(shape, np.nan))
+
+
+class Groups:
+    """Copies that a program's threads make themselves (``cp.async``) and wait for in groups."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Any]] = [[]]
+
+    def copy(self, tile, pointer, mask):
+        tile.x[...] = np.nan
+        self.groups[-1].append((tile, _load(pointer, mask, 0.0)))
+
+    def commit(self):
+        self.groups.append([])
+
+    def wait(self, outstanding):
+        while len(self.groups) - 1 > outstanding:
+            for tile, value in self.groups.pop(0):
+                tile.x[...] = value
 
 
 def _wait(num_outstanding, deps):
@@ -330,6 +353,7 @@ def kernel(name: str, machine: Machine) -> Any:
         log=lambda x: array(np.log(x)),
         convert_layout=lambda x, layout: x,
         static_range=range,
+        num_warps=lambda: 4,
         program_id=lambda axis: Int(machine.program),
         num_programs=lambda axis: Int(machine.programs),
         allocate_shared_memory=_shared,
@@ -357,8 +381,12 @@ def kernel(name: str, machine: Machine) -> Any:
         "activate_with_slope": _silu_with_slope,
         "range": lambda *bounds: map(Int, range(*bounds)),
     }
+    groups = Groups()
+    stand_ins["async_copy"] = SimpleNamespace(
+        async_copy_global_to_shared=groups.copy, commit_group=groups.commit, wait_group=groups.wait
+    )
     tiles = _functions(long_tiles, stand_ins)
-    module = forward_long if name == "forward_long" else backward_long
+    module = {"forward_long": forward_long, "backward_few": backward_few}.get(name, backward_long)
     return _functions(module, {**tiles, **stand_ins})[name]
 
 

@@ -89,6 +89,14 @@ def forward_stream(masks: Masks) -> None:
             check(MASKS[0], keys, width, {**config, "num_warps": 4}, None)
 
 
+def backward_few(masks: Masks) -> None:
+    """Few keys, as they are tuned, and wide and narrow heads."""
+    plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
+    for width, most, extra in ((128, 64, {}), (128, 128, {}), (64, 64, {"maxnreg": 168})):
+        back = {"BLOCK_Q": 64, "KEYS": most, "num_warps": most // 16, **extra}
+        check(MASKS[0], [min(x, most) for x in KEYS], width, plain, back)
+
+
 def forward_long(masks: Masks) -> None:
     """All masks, with the two ways of taking turns."""
     for block, stages, overlap in ((128, 2, True), (64, 4, True), (64, 4, False)):

@@ -14,6 +14,7 @@ if triton.knobs.runtime.interpret:
 from kernels.common import (  # noqa: E402
     attention_backward,
     attention_forward,
+    backward_few,
     backward_long,
     forward_long,
     forward_stream,
@@ -54,10 +55,11 @@ def constants(kernel: str, act: str, width: int, config: dict[str, Any]) -> dict
     return {**common, **dict.fromkeys(absent), **config}
 
 
-def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) -> Any:
+def build(name: str, config: dict[str, Any], act: str, width: int, arch: int, dtype: str = "bf16") -> Any:
     modules = {
         "forward_stream": forward_stream,
         "forward_long": forward_long,
+        "backward_few": backward_few,
         "backward_long_q": backward_long,
         "backward_long_kv": backward_long,
         "backward_kv": attention_backward,
@@ -69,7 +71,7 @@ def build(name: str, config: dict[str, Any], act: str, width: int, arch: int) ->
     wanted = {key: x for key, x in constants(name, act, width, config).items() if key in kernel.arg_names}
     if name in ("forward_stream", "forward_long", "backward_long_q", "backward_long_kv"):
         del wanted["HEADS"]
-    return compile_for(kernel, wanted, options, arch)
+    return compile_for(kernel, wanted, options, arch, dtype)
 
 
 CASES = [
@@ -86,7 +88,7 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "family", "act", "width", "keys"), CASES)
 def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int, keys: int, arch: int) -> None:
     config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, width, 512, keys)
-    if {"OVERLAP", "BUFFERS", "KEPT"} & {*config, *config.get("query", {})}:  # scheduled by hand: tested below
+    if {"OVERLAP", "BUFFERS", "KEPT", "KEYS"} & {*config, *config.get("query", {})}:  # scheduled by hand: tested below
         config = tuning.default(family, "bfloat16", width, keys)
     if kernel == "backward_q":
         config = config["query"]
@@ -140,6 +142,33 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "setmaxnreg" in compiled.asm["ptx"]
     assert resources(compiled)["stack"] < 64
+
+
+@pytest.mark.parametrize(
+    ("act", "width", "keys", "dtype", "programs", "stack"),
+    [
+        ("gelu_tanh", 128, 64, "bf16", 2, 64),
+        ("gelu_tanh", 128, 128, "bf16", 1, 32),
+        ("silu", 64, 64, "bf16", 3, 16),
+        pytest.param("silu", 128, 64, "fp16", 2, 64, marks=pytest.mark.slow),
+        pytest.param("hardswish", 128, 64, "bf16", 2, 160, marks=pytest.mark.slow),
+        pytest.param("relu2", 128, 128, "bf16", 1, 32, marks=pytest.mark.slow),
+    ],
+)
+def test_backward_of_few_keys_compiles_for_hopper(
+    act: str, width: int, keys: int, dtype: str, programs: int, stack: int
+) -> None:  # fmt: skip
+    """As it is tuned: so many programs have room on a multiprocessor, and little is spilled."""
+    name = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    config = tuning.choose("backward_short", "NVIDIA H200", name, width, 512, keys)
+    assert config["KEYS"] == keys
+    compiled = build("backward_few", config, act, width, 90, dtype)
+    used = resources(compiled)
+    assert programs * (compiled.metadata.shared + 1024) <= SHARED_MEMORY + 1024
+    assert programs * 32 * config["num_warps"] * used["registers"] <= 65536
+    assert used["stack"] < stack
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16 bytes at a time"
 
 
 @pytest.mark.slow

@@ -1,0 +1,143 @@
+"""Backward kernel of attention with an activation and few keys, scheduled by hand for Hopper.
+
+As ``attention_backward.backward_kv`` with all keys of a sequence in one block: a program keeps K and V and streams
+queries past them, five products for every gradient. The next tile of queries and gradients is asked for before the
+products of this one, where Triton does so behind them, and so waits for all of it: registers leave room for two
+programs of four warps on a multiprocessor, or one of eight, and nothing else fills that time. Two tiles ahead would
+leave room for one program only, and were slower; so was writing the query gradient of a tile during the next one.
+
+Names and layouts as in ``attention_backward``. Head widths 64 and 128, the same for values. Rows are copied 16 bytes at
+a time: addresses and strides are multiples of that.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.common.activations import activate_with_slope
+from kernels.common.attention_forward import VARYING
+
+
+@gluon.jit
+def _sequence(Offsets, b, length, DENSE: gl.constexpr):
+    """First row and length of sequence b. ``DENSE``: all have ``length`` rows."""
+    if DENSE:
+        return b.to(gl.int64) * length, length
+    else:
+        first = gl.load(Offsets + b).to(gl.int64)
+        return first, (gl.load(Offsets + b + 1).to(gl.int64) - first).to(gl.int32)
+
+
+@gluon.jit
+def _rows(base, stride, start, rows, BLOCK: gl.constexpr, D: gl.constexpr):
+    """Addresses of ``BLOCK`` rows of a matrix of ``rows`` rows, 16 bytes for each thread, and which are there."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    r = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE))
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+    return base + r[:, None].to(gl.int64) * stride + c[None, :], (r < rows)[:, None]
+
+
+@gluon.jit
+def _copy(tile, base, stride, start, rows):
+    """Asks for rows from ``start`` on; zeros beyond the last."""
+    at, inside = _rows(base, stride, start, rows, tile.shape[0], tile.shape[1])
+    async_copy.async_copy_global_to_shared(tile, at, mask=inside)
+
+
+@gluon.jit
+def _put(base, value, stride, start, rows):
+    """Writes what ``_copy`` reads."""
+    at, inside = _rows(base, stride, start, rows, value.shape[0], value.shape[1])
+    gl.store(at, gl.convert_layout(value.to(base.dtype.element_ty), at.type.layout), mask=inside)
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def backward_few(
+    Q, K, V, DO, DQ, DK, DV, QO, KO,
+    B, q_length, kv_length, window, s_in, s_out,
+    KV_HEADS: gl.constexpr, STQ: gl.constexpr, SHQ: gl.constexpr,
+    STK: gl.constexpr, SHK: gl.constexpr, STV: gl.constexpr, SHV: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, BROADCAST: gl.constexpr, DENSE: gl.constexpr,
+    SCALED: gl.constexpr, BLOCK_Q: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """A program has one sequence, of at most ``KEYS`` keys, and one key head. There is no window."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    EARLY: gl.constexpr = dtype == gl.float16
+    WARPS: gl.constexpr = gl.num_warps()
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, D * 4 // WARPS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, VALUES, 2)
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, D], dtype)
+    BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
+    SLOPES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_Q], dtype)
+    hk = gl.program_id(0) % KV_HEADS
+    b = gl.program_id(0) // KV_HEADS
+    k0, kv = _sequence(KO, b, kv_length, DENSE)
+    q0, rows = _sequence(QO, b, q_length, BROADCAST)
+    q_first = q0
+    if BROADCAST:
+        q_first = q0 * 0
+    factor = s_in * s_out
+    step: gl.constexpr = KV_HEADS * GROUP
+    q_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, D], TILE)
+    do_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, D], TILE)
+    k = gl.allocate_shared_memory(dtype, [KEYS, D], BLOCK)
+    v = gl.allocate_shared_memory(dtype, [KEYS, D], BLOCK)
+    _copy(k, K + k0 * STK + hk * SHK, STK, 0, kv)
+    _copy(v, V + k0 * STV + hk * SHV, STV, 0, kv)
+    no_logits = gl.zeros([KEYS, BLOCK_Q], gl.float32, LOGITS)
+    no_queries = gl.zeros([BLOCK_Q, D], gl.float32, QUERIES)
+    dk = gl.zeros([KEYS, D], gl.float32, VALUES)
+    dv = gl.zeros([KEYS, D], gl.float32, VALUES)
+    for g in range(GROUP):
+        h = hk * GROUP + g
+        q_base, g_base = Q + q_first * STQ + h * SHQ, DO + (q0 * step + h) * D
+        dq_base = DQ + (q0 * step + h) * D
+        _copy(q_tiles.index(0), q_base, STQ, 0, rows)
+        _copy(do_tiles.index(0), g_base, step * D, 0, rows)
+        async_copy.commit_group()
+        slot = 0
+        for start in range(0, rows, BLOCK_Q):
+            async_copy.wait_group(0)
+            fence_async_shared()
+            tl.debug_barrier()  # the tile is there for all warps, and none works on the one before it any more
+            _copy(q_tiles.index(1 - slot), q_base, STQ, start + BLOCK_Q, rows)
+            _copy(do_tiles.index(1 - slot), g_base, step * D, start + BLOCK_Q, rows)
+            async_copy.commit_group()
+            q, do = q_tiles.index(slot), do_tiles.index(slot)
+            s = warpgroup_mma(k, q.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, do.permute((1, 0)), no_logits, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
+            if SCALED:
+                s = s * s_in
+            p, slope = activate_with_slope(s, ACT, True)
+            p = gl.convert_layout(p.to(dtype), LEFT)
+            dp = warpgroup_mma_wait(num_outstanding=0, deps=[dp])
+            sums = warpgroup_mma(p, do, dv, is_async=True)
+            ds = dp * slope
+            if EARLY:
+                ds = ds * factor
+            ds = ds.to(dtype)
+            slopes = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_Q], SLOPES, ds)
+            fence_async_shared()
+            tl.debug_barrier()
+            dq = warpgroup_mma(slopes.permute((1, 0)), k, no_queries, use_acc=False, is_async=True)
+            left = gl.convert_layout(ds, LEFT)
+            more = warpgroup_mma(left, q, dk, is_async=True)
+            dq, dv, dk, p, left, slopes = warpgroup_mma_wait(num_outstanding=0, deps=[dq, sums, more, p, left, slopes])
+            if not EARLY:
+                dq = dq * factor
+            _put(dq_base, dq, step * D, start, rows)
+            slot = 1 - slot
+        async_copy.wait_group(0)
+        tl.debug_barrier()  # before the tiles of the next head come
+    if not EARLY:
+        dk = dk * factor
+    _put(DK + (k0 * KV_HEADS + hk) * D, dk, KV_HEADS * D, 0, kv)
+    _put(DV + (k0 * KV_HEADS + hk) * D, dv * s_out, KV_HEADS * D, 0, kv)
