@@ -3,8 +3,11 @@
 As ``attention_backward.backward_kv`` with all keys of a sequence in one block: a program keeps K and V and streams
 queries past them, five products for every gradient. The next tile of queries and gradients is asked for before the
 products of this one, where Triton does so behind them, and so waits for all of it: registers leave room for two
-programs of four warps on a multiprocessor, or one of eight, and nothing else fills that time. Two tiles ahead would
-leave room for one program only, and were slower; so was writing the query gradient of a tile during the next one.
+programs of four warps on a multiprocessor, or one of eight, too few to hide its way. The query gradient of a tile is
+written during the product for the keys.
+
+Slower, measured: two tiles ahead, which leaves room for one program only; the query gradient of a tile written during
+the next one; the activation in parts that overlap with the product for the slopes; the next tile's logits early.
 
 Names and layouts as in ``attention_backward``. Head widths 64 and 128, the same for values. Rows are copied 16 bytes at
 a time: addresses and strides are multiples of that.
@@ -87,14 +90,15 @@ def backward_few(
     step: gl.constexpr = KV_HEADS * GROUP
     q_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, D], TILE)
     do_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, D], TILE)
-    k = gl.allocate_shared_memory(dtype, [KEYS, D], BLOCK)
-    v = gl.allocate_shared_memory(dtype, [KEYS, D], BLOCK)
-    _copy(k, K + k0 * STK + hk * SHK, STK, 0, kv)
-    _copy(v, V + k0 * STV + hk * SHV, STV, 0, kv)
+    k_block = gl.allocate_shared_memory(dtype, [1, KEYS, D], BLOCK)
+    v_block = gl.allocate_shared_memory(dtype, [1, KEYS, D], BLOCK)
+    _copy(k_block.index(0), K + k0 * STK + hk * SHK, STK, 0, kv)
+    _copy(v_block.index(0), V + k0 * STV + hk * SHV, STV, 0, kv)
     no_logits = gl.zeros([KEYS, BLOCK_Q], gl.float32, LOGITS)
     no_queries = gl.zeros([BLOCK_Q, D], gl.float32, QUERIES)
     dk = gl.zeros([KEYS, D], gl.float32, VALUES)
     dv = gl.zeros([KEYS, D], gl.float32, VALUES)
+    turn = 0
     for g in range(GROUP):
         h = hk * GROUP + g
         q_base, g_base = Q + q_first * STQ + h * SHQ, DO + (q0 * step + h) * D
@@ -104,13 +108,17 @@ def backward_few(
         async_copy.commit_group()
         slot = 0
         for start in range(0, rows, BLOCK_Q):
+            q, do = q_tiles.index(slot), do_tiles.index(slot)
+            q_after, do_after = q_tiles.index(1 - slot), do_tiles.index(1 - slot)
+            # The same as before, which the compiler does not know: it else keeps descriptors of all parts, and spills.
+            k, v = k_block.index(turn >> 31), v_block.index(turn >> 31)
+            turn += 1
             async_copy.wait_group(0)
             fence_async_shared()
             tl.debug_barrier()  # the tile is there for all warps, and none works on the one before it any more
-            _copy(q_tiles.index(1 - slot), q_base, STQ, start + BLOCK_Q, rows)
-            _copy(do_tiles.index(1 - slot), g_base, step * D, start + BLOCK_Q, rows)
+            _copy(q_after, q_base, STQ, start + BLOCK_Q, rows)
+            _copy(do_after, g_base, step * D, start + BLOCK_Q, rows)
             async_copy.commit_group()
-            q, do = q_tiles.index(slot), do_tiles.index(slot)
             s = warpgroup_mma(k, q.permute((1, 0)), no_logits, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, do.permute((1, 0)), no_logits, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(num_outstanding=1, deps=[s])
@@ -126,14 +134,15 @@ def backward_few(
             ds = ds.to(dtype)
             slopes = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_Q], SLOPES, ds)
             fence_async_shared()
-            tl.debug_barrier()
+            tl.debug_barrier()  # the slopes of all warps are there
             dq = warpgroup_mma(slopes.permute((1, 0)), k, no_queries, use_acc=False, is_async=True)
             left = gl.convert_layout(ds, LEFT)
             more = warpgroup_mma(left, q, dk, is_async=True)
-            dq, dv, dk, p, left, slopes = warpgroup_mma_wait(num_outstanding=0, deps=[dq, sums, more, p, left, slopes])
+            dq, dv, p = warpgroup_mma_wait(num_outstanding=1, deps=[dq, sums, p])
             if not EARLY:
                 dq = dq * factor
-            _put(dq_base, dq, step * D, start, rows)
+            _put(dq_base, dq, step * D, start, rows)  # while the last product goes on
+            dk, left, slopes = warpgroup_mma_wait(num_outstanding=0, deps=[more, left, slopes])
             slot = 1 - slot
         async_copy.wait_group(0)
         tl.debug_barrier()  # before the tiles of the next head come
