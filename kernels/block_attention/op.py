@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.block_attention import reference
 from kernels.block_attention.reference import BLOCK
-from kernels.common.attention_inputs import alike
+from kernels.common.attention_inputs import alike, require_shapes
 from kernels.common.backend import Backend
 from kernels.common.inputs import require_numbers, require_one_device, require_packed
 from kernels.common.operators import operator
@@ -54,10 +54,10 @@ def block_attention(
     Raises:
         ValueError: arguments that do not go together.
     """
-    if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(k.shape[1], 1):
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not go together")
-    if not q.shape[2] or not k.shape[1]:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} need at least one head and one element")
+    of_q, of_k = q.shape, k.shape
+    require_shapes(of_q, of_k, v.shape)
+    if of_k != v.shape or len(of_k) != 3 or of_k[0] != of_q[0]:
+        raise ValueError(f"q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not go together")
     if isinstance(scale, Tensor):
         require_numbers("block_attention", scale=scale)
     k, v = alike("block_attention", q, k, v)

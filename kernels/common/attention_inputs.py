@@ -34,14 +34,14 @@ def require_shapes(of_q: torch.Size, of_k: torch.Size, of_v: torch.Size) -> None
         raise ValueError(f"{of_q[1]} query heads are no multiple of {of_k[-2]} key heads: they do not go together")
 
 
-def require_window(window: int | None) -> None:
-    """Refuses what is no number of places.
+def require_count(name: str, count: int | None) -> None:
+    """Refuses what is no number of places or rows; ``None`` is none.
 
     Raises:
-        ValueError: with the window.
+        ValueError: with the name and the number.
     """
-    if window is not None and (isinstance(window, float) or window < 0):
-        raise ValueError(f"window must be an integer and not negative, got {window}")
+    if count is not None and (isinstance(count, float | Tensor) or count < 0):
+        raise ValueError(f"{name} must be an integer and not negative, got {count}")
 
 
 def alike(operator: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,7 @@ def backward_few(
 ):  # fmt: skip
     """A program has one sequence, of at most ``KEYS`` keys, and one key head. There is no window."""
     dtype: gl.constexpr = Q.dtype.element_ty
-    EARLY: gl.constexpr = dtype == gl.float16
+    EARLY: gl.constexpr = dtype == gl.float16  # the factor before slopes are rounded, which could leave its range
     WARPS: gl.constexpr = gl.num_warps()
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])

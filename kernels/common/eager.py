@@ -19,7 +19,7 @@ _KNOWN = frozenset((*_PLAIN, int, float, bool, str, type(None), torch.dtype, tup
 
 
 def direct(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing traces, fakes or transforms these tensors: no meta tensor, subclass, or what ``_plain`` names."""
+    """Whether nothing traces, fakes or transforms these: no meta tensor, subclass or tangent, and ``_plain``."""
     return (
         _plain()
         and forward_ad._current_level < 0
@@ -37,7 +37,7 @@ def all_direct(args: tuple[Any, ...]) -> bool:
 
 def readable(numbers: Tensor) -> bool:
     """Whether the numbers in a tensor can be looked at: nothing traces, and no device is waited for."""
-    return not torch.compiler.is_compiling() and numbers.is_cpu and type(numbers) in _PLAIN and _plain()
+    return numbers.is_cpu and type(numbers) in _PLAIN and _plain()
 
 
 def _plain() -> bool:

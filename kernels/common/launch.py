@@ -104,6 +104,8 @@ class Call:
     """Rows of the output and of the gradient of each copy of q."""
 
     def __post_init__(self) -> None:
+        # Triton would compile an int of 1 into the kernel, which is then started with any other number.
+        self.logit, self.factor = float(self.logit), float(self.factor)
         if self.kv_offsets is None:
             self.max_kv = self.k.shape[1]
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
@@ -219,16 +221,16 @@ def backward(
 
     grad ``[Tq, H, e]``; out and lse of the forward pass for softmax. All contiguous.
     """
-    q, k, v, heads, kv_heads = call.q, call.k, call.v, call.q.shape[1], call.k.shape[1]
-    if grad.data_ptr() & 15:
-        grad = grad.clone()  # kernels scheduled by hand move 16 bytes at a time
+    q, k, v, (_, heads, width), (all_keys, kv_heads, _) = call.q, call.k, call.v, call.q_shape, call.k_shape
     dk, dv = k.new_empty(*k.shape), v.new_empty(*v.shape)
-    if call.batch == 0 or heads == 0 or call.out_rows == 0 or k.shape[0] == 0:
+    if call.batch == 0 or heads == 0 or call.out_rows == 0 or all_keys == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
+    if grad.data_ptr() & 15:
+        grad = grad.clone()  # kernels by hand, and those with TMA, move 16 bytes at a time; plans look at q, k and v
     signature = call.signature()
     of_keys, of_queries = _backward_plans(signature) if config is None else _build_backward(signature, config)
     shared = call.q_offsets is None
-    dq = q.new_empty(call.out_rows, heads, q.shape[2], dtype=torch.float32 if shared else q.dtype)
+    dq = q.new_empty(call.out_rows, heads, width, dtype=torch.float32 if shared else q.dtype)
     delta = None if lse is None else lse.new_empty(*lse.shape)
     where = (call.q_offsets, call.kv_offsets)
     tensors: tuple[Tensor | None, ...]
@@ -295,26 +297,28 @@ def _forward_plan(signature: Signature) -> Variant:
     return _build_forward(signature, config)
 
 
+def _fits_tensor_cores(signature: Signature) -> bool:
+    """Whether kernels scheduled by hand have heads of that width and type."""
+    wide = signature.width == signature.value_width and signature.width in (64, 128)
+    return wide and signature.dtype != torch.float32
+
+
 def _streams(signature: Signature) -> bool:
     """Whether ``forward_stream`` takes these tensors."""
-    wide = signature.width == signature.value_width and signature.width in (64, 128)
-    plain = not signature.broadcast and not signature.window and signature.dtype != torch.float32
-    return wide and plain and _descriptors_fit(signature)
+    plain = not signature.broadcast and not signature.window
+    return plain and _fits_tensor_cores(signature) and _descriptors_fit(signature)
 
 
 def _few(signature: Signature) -> bool:
     """Whether ``backward_few`` takes these tensors."""
-    wide = signature.width == signature.value_width and signature.width in (64, 128)
-    plain = not signature.window and signature.dtype != torch.float32
-    return wide and plain and signature.aligned and not any(x % 8 for x in signature.strides)
+    whole = signature.aligned and not any(x % 8 for x in signature.strides)
+    return whole and not signature.window and _fits_tensor_cores(signature)
 
 
 def _long(signature: Signature, queries: int) -> bool:
     """Whether the kernels for long sequences take these tensors. On short ones their tiles of 128 rows are no gain."""
-    wide = signature.width == signature.value_width and signature.width in (64, 128)
-    plain = not signature.broadcast and signature.dtype != torch.float32
     enough = signature.queries >= queries and signature.keys >= LONG
-    return wide and plain and enough and _descriptors_fit(signature)
+    return enough and not signature.broadcast and _fits_tensor_cores(signature) and _descriptors_fit(signature)
 
 
 @cache

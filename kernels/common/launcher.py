@@ -38,7 +38,16 @@ class Variant:
         self._compiled: Any = None
 
     def start(self, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> None:
-        """Queues ``programs`` programs of the kernel on the current stream."""
+        """Queues ``programs`` programs of the kernel on the current stream of the device of the tensors.
+
+        Args:
+            tensors: the first is one.
+            numbers: of the same types in every call.
+        """
+        if (device := _elsewhere(tensors)) is not None:
+            with torch.cuda.device(device):
+                self.start(programs, tensors, numbers)
+            return
         if self._descriptors:
             triton.set_allocator(_scratch)  # of this thread; autograd has its own
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
@@ -73,7 +82,7 @@ class Launch:
         numbers: tuple[float, ...],
         strides: tuple[int, ...] = (),
     ) -> None:
-        """Queues ``programs`` programs on the current stream.
+        """Queues ``programs`` programs on the current stream of the device of the tensors, of which the first is one.
 
         Triton binds the arguments once for each kind of them: for dtypes, for addresses that are multiples of 16 or
         not, for strides, and for numbers that are whole or not, or need 64 bits.
@@ -82,6 +91,10 @@ class Launch:
             numbers: what the kernel does not specialise on.
             strides: what it does, for which it so is bound anew: numbers that few batches change.
         """
+        if (device := _elsewhere(tensors)) is not None:
+            with torch.cuda.device(device):
+                self.start(programs, tensors, numbers, strides)
+            return
         kind: list[Any] = [*strides, *map(type, numbers)]
         pointers, odd = [], 0
         for x in tensors:  # once for all that is asked of them: this is host time of every call
@@ -105,6 +118,14 @@ class Launch:
         compiled = self._kernel[(programs,)](*tensors, *numbers, *strides, **self.constants)
         if compiled is not None:  # as it is from the interpreter
             self._bound[bound] = compiled
+
+
+def _elsewhere(tensors: tuple[Tensor | None, ...]) -> int | None:
+    """The GPU of the tensors, if it is not the current one, on which Triton would start the kernel."""
+    first = tensors[0]
+    assert first is not None
+    device = first.get_device()  # -1 on a CPU, for the interpreter
+    return None if device < 0 or device == driver.active.get_current_device() else device
 
 
 def _run(compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.attention_inputs import alike, by_request, require_shapes, require_window
+from kernels.common.attention_inputs import alike, by_request, require_count, require_shapes
 from kernels.common.backend import Backend
 from kernels.common.eager import direct, readable, refuse_tangents
 from kernels.common.inputs import require_numbers, require_packed
@@ -71,7 +71,8 @@ def gdpa(
         logit_scale: factor inside the activation.
         window: only keys with ``|i - j| <= window`` count; ``None``: all.
         max_keys: no sequence of packed keys is longer than this, which the caller promises; lets the GPU kernels for
-            short K and V in.
+            short K and V in. On a GPU nothing looks whether it holds: keys beyond it then count for nothing, and their
+            gradients are not written.
 
     Returns:
         ``[Tq, H, d]``, or ``[B, Q, H, d]`` without ``q_offsets``, in the dtype of q.
@@ -81,7 +82,8 @@ def gdpa(
     """
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
-    require_window(window)
+    require_count("window", window)
+    require_count("max_keys", max_keys)
     if isinstance(scale, Tensor) or isinstance(logit_scale, Tensor):
         require_numbers("gdpa", scale=scale, logit_scale=logit_scale)
     of_k, of_v = k.shape, v.shape

@@ -1,6 +1,6 @@
 """What the operators of jagged data movement (``opengem::to_padded`` and others) share.
 
-They are in ``padded_op``, ``rows_op``, ``sequences_op`` and ``sums_op``, and come in pairs, each the backward of the
+They are in ``padded_op``, ``rows_op``, ``sequences_op`` and ``sums_op``; most come in pairs, each the backward of the
 other. The layout is that of ``kernels/jagged/reference.py``; all offsets are int64, indexes int64 or int32. Autograd
 passes gradients as they come; the kernels take any row stride.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.attention_inputs import alike, by_request, require_shapes, require_window
+from kernels.common.attention_inputs import alike, by_request, require_count, require_shapes
 from kernels.common.backend import Backend
 from kernels.common.eager import direct, refuse_tangents
 from kernels.common.inputs import require_numbers, require_packed
@@ -73,7 +73,7 @@ def jagged_attention(
     Raises:
         ValueError: arguments that do not go together, or a negative window, or a scale that is not positive.
     """
-    require_window(window)
+    require_count("window", window)
     if isinstance(scale, Tensor):
         require_numbers("jagged_attention", scale=scale)
     of_q, of_k, of_v = q.shape, k.shape, v.shape

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import jagged
+from kernels.benchmarks.tune import few_keys
 from kernels.block_attention import block_attention
 from kernels.common import launch
 from kernels.common.launch import Call, Config
@@ -93,8 +94,7 @@ def backward_few(masks: Masks) -> None:
     """Few keys, as they are tuned, and wide and narrow heads."""
     plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
     for width, most, extra in ((128, 64, {}), (128, 128, {}), (64, 64, {"maxnreg": 168})):
-        back = {"BLOCK_Q": 64, "KEYS": most, "num_warps": most // 16, **extra}
-        check(MASKS[0], [min(x, most) for x in KEYS], width, plain, back)
+        check(MASKS[0], [min(x, most) for x in KEYS], width, plain, few_keys(most, **extra))
 
 
 def forward_long(masks: Masks) -> None:

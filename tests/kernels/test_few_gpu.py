@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.benchmarks.tune import few_keys
 from kernels.common import launch
 from kernels.common.launch import Call
 from kernels.gdpa import gdpa
@@ -17,10 +18,6 @@ from tests.kernels.test_triton_gpu import LENGTHS, compare, packed, same
 from tests.kernels.unwritten import unwritten_is_nan
 
 pytestmark = pytest.mark.gpu
-
-
-def few(keys: int, **extra: int) -> launch.Config:
-    return {"BLOCK_Q": 64, "KEYS": keys, "num_warps": keys // 16, **extra}
 
 
 def check_backward(act: str, width: int, keys: int, group: int, dtype: torch.dtype, config: launch.Config) -> None:
@@ -58,12 +55,12 @@ def check_backward(act: str, width: int, keys: int, group: int, dtype: torch.dty
     ],
 )  # fmt: skip
 def test_gradients(width: int, keys: int, group: int, extra: dict[str, int], dtype: torch.dtype) -> None:
-    check_backward("gelu_tanh", width, keys, group, dtype, few(keys, **extra))
+    check_backward("gelu_tanh", width, keys, group, dtype, few_keys(keys, **extra))
 
 
 @pytest.mark.parametrize("act", [name for name in gdpa_reference.ACTIVATIONS if name != "gelu_tanh"])
 def test_other_activations(act: str) -> None:
-    check_backward(act, 128, 64, 1, torch.bfloat16, few(64))
+    check_backward(act, 128, 64, 1, torch.bfloat16, few_keys(64))
 
 
 def chosen(call: Call) -> dict[str, Any]:

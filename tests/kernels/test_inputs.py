@@ -186,6 +186,13 @@ def test_numbers_that_are_no_offsets(named: str, found: str) -> None:
         ),
         (lambda: gdpa(Q, Q, Q, OFF, OFF, max_keys=4), "gdpa: max_keys is 4, but a sequence has 5 keys"),
         (lambda: gdpa(Q, Q, Q, OFF, OFF, window=1.5), "window must be an integer"),
+        (lambda: gdpa(Q, Q, Q, OFF, OFF, max_keys=100.0), "max_keys must be an integer"),
+        (lambda: gdpa(Q, Q, Q, OFF, OFF, max_keys=-1), "max_keys must be an integer and not negative"),
+        (lambda: jagged_attention(Q, Q, Q, OFF, OFF, window=torch.tensor(3)), "window must be an integer"),
+        (
+            lambda: block_attention(Q, Q[..., None].expand(-1, 4, 16, 16), Q[..., None].expand(-1, 4, 16, 16), OFF),
+            "do not go",
+        ),
         (lambda: gdpa(Q, Q[:, :0], Q[:, :0], OFF, OFF), "at least one head"),
         (lambda: gdpa(Q, X[0], X[0], OFF, OFF), "do not go together"),
         (lambda: gdpa(Q, Q, Q[:, :, :8], OFF, OFF), "do not go together: they must have one shape"),

@@ -114,6 +114,76 @@ def test_numbers_of_a_launch_are_those_that_kernels_do_not_specialise_on() -> No
                     assert p.do_not_specialize or p.name in ("scale", "eps", "padding"), (kernel, p.name)
 
 
+class OnGPU:
+    """In place of a tensor on a GPU."""
+
+    dtype = torch.float32
+
+    def __init__(self, device: int) -> None:
+        self.get_device = lambda: device
+
+    def data_ptr(self) -> int:
+        return 256
+
+
+@pytest.mark.parametrize("device", [1, 2])
+def test_kernels_start_on_the_device_of_the_tensors(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, streams = [2], []
+
+    class Entered:
+        """In place of ``torch.cuda.device``."""
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    def stream(index: int) -> int:
+        streams.append(index)
+        return 7
+
+    active = SimpleNamespace(get_current_device=lambda: current[-1], get_current_stream=stream)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    for kind in (lambda kernel, constants: launcher.Variant(kernel, constants, {}), launcher.Launch):
+        kernel = Kernel()
+        bound: list[int] = []
+        monkeypatch.setattr(Kernel, "__getitem__", binding(bound, current))
+        plan, x = kind(kernel, {"WIDTH": 8, "ROWS": 4}), OnGPU(device)
+        for _ in range(3):
+            plan.start(3, (x, None), (32, 0.5))  # type: ignore[arg-type]
+        assert bound == [device]
+        assert len(kernel.started) == 2
+    assert streams == [device] * 4
+    assert current == [2]
+
+
+def binding(bound: list[int], current: list[int]) -> Any:
+    """What notes on which device a kernel is bound."""
+
+    def start(kernel: Kernel, grid: tuple[int, ...]) -> Any:
+        def call(*arguments: Any, **constants: Any) -> Compiled:
+            bound.append(current[-1])
+            return Compiled(kernel)
+
+        return call
+
+    return start
+
+
+def test_whole_numbers_as_factors_are_floats_to_a_kernel() -> None:
+    """Triton compiles an int of 1 in, and the compiled kernel would be started with other factors."""
+    rows, offsets = torch.zeros(8, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 3, 8])
+    call = launch.Call(rows, rows, rows, offsets, offsets, "silu", 1, 2, False, -1, -1)
+    for numbers in (call.numbers()[4:6], call.all_numbers()[4:6]):
+        assert numbers == (1.0, 2.0)
+        assert all(type(number) is float for number in numbers)
+
+
 @pytest.mark.parametrize(("batch", "fit"), [(2**18, True), (2**20, False)])
 def test_descriptors_are_left_out_where_they_would_not_fit(batch: int, fit: bool) -> None:
     """Each program makes its own, in memory that Triton addresses with 32 bits."""

@@ -108,18 +108,24 @@ def test_gradients_of_two_tables(arch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "stack"),
-    [("sequences_kernel", 64, 8), ("sequences_kernel", 256, 0), ("tables", 64, 0), ("tables", 256, 104)],
-)
-def test_what_ships_spills_no_more_than_when_it_was_chosen(name: str, width: int, stack: int) -> None:
-    config = dict(memory_tuning.tuned()[memory_tuning.key(name, "NVIDIA H200", torch.bfloat16, width, 1)])
+    ("name", "width", "dtype", "stack"),
+    [
+        ("sequences_kernel", 64, torch.bfloat16, 8), ("sequences_kernel", 256, torch.bfloat16, 0),
+        ("tables", 64, torch.bfloat16, 0), ("tables", 256, torch.bfloat16, 104),
+        ("tables", 64, torch.float16, 0), ("tables", 256, torch.float16, 104),
+    ],
+)  # fmt: skip
+def test_what_ships_spills_no_more_than_when_it_was_chosen(
+    name: str, width: int, dtype: torch.dtype, stack: int
+) -> None:  # fmt: skip
+    config = dict(memory_tuning.tuned()[memory_tuning.key(name, "NVIDIA H200", dtype, width, 1)])
     options = {option: config.pop(option) for option in ("num_warps", "maxnreg") if option in config}
     kernel, constants = tables_triton.sum_kernel, {"GROUPS": 32, "WIDTH": width, **config}
     if name == "tables":
         del constants["PROGRAMS"]
     else:
         kernel, constants = jagged.sequences_kernel, {"ROUNDS": 3, "WIDTH": width, "BLOCK": width, **config}
-    compiled = build(kernel, constants, 90, torch.bfloat16, **options)
+    compiled = build(kernel, constants, 90, dtype, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY
     found = resources(compiled)
     assert found["stack"] <= stack

@@ -269,13 +269,19 @@ def test_gathered_sequences_of_any_width_and_stride(width: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 200_000])
 @pytest.mark.parametrize(
-    ("width", "sizes"),
+    ("width", "sizes", "dtype"),
     [
-        (72, (2048, 64)), (72, (5, 700)), (72, (64, 64)), (72, (16_384, 1)), (64, (2048, 64)), (64, (16_384, 1)),
-        (50, (5, 700)), (256, (2048, 64)),
+        *(
+            (width, sizes, torch.bfloat16)
+            for width, sizes in (
+                (72, (2048, 64)), (72, (5, 700)), (72, (64, 64)), (72, (16_384, 1)), (64, (2048, 64)),
+                (64, (16_384, 1)), (50, (5, 700)), (256, (2048, 64)),
+            )
+        ),
+        (64, (2048, 64), torch.float16), (256, (2048, 64), torch.float16),
     ],
 )  # fmt: skip
-def test_gradients_of_two_tables(width: int, sizes: tuple[int, int], rows: int) -> None:
+def test_gradients_of_two_tables(width: int, sizes: tuple[int, int], dtype: torch.dtype, rows: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     columns = [torch.randint(n, (rows,), generator=generator, device="cuda") for n in sizes]
     columns[0] = columns[0] * columns[0] // sizes[0]  # more of the first rows
@@ -284,8 +290,8 @@ def test_gradients_of_two_tables(width: int, sizes: tuple[int, int], rows: int) 
     def op(x: Tensor, table: Tensor) -> Tensor:
         return jagged.embedding_add(x, table, index, sizes=sizes)
 
-    inputs = (random(rows, width), random(sum(sizes), width, seed=1))
-    compare(op, inputs, torch.bfloat16)
+    inputs = (random(rows, width, dtype=dtype), random(sum(sizes), width, dtype=dtype, seed=1))
+    compare(op, inputs, dtype)
     twice(op, inputs)
 
 

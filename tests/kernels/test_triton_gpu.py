@@ -68,6 +68,24 @@ def test_gdpa_self_attention(width: int, dtype: torch.dtype) -> None:
     compare(lambda q, k, v: gdpa(q, k, v, offsets, offsets, activation="silu", scale=0.5), inputs, dtype)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("act", ["gelu_tanh", "softmax"])
+def test_tensors_on_a_gpu_that_is_not_the_current_one(act: str) -> None:
+    """Forward and backward there, at first and again, and with tensors of the current one in between."""
+    (q, k, v), offsets = packed(LENGTHS, 2, 128, torch.bfloat16, 0)
+
+    def run(device: int) -> list[Tensor]:
+        leaves = [x.to(device).detach().requires_grad_() for x in (q, k, v)]
+        where = offsets.to(device)
+        out = jagged_attention(*leaves, where, where) if act == "softmax" else gdpa(*leaves, where, where)
+        return [x.cpu() for x in (out, *torch.autograd.grad(out.float().square().sum(), leaves))]
+
+    here, there, again, back = run(0), run(1), run(1), run(0)
+    assert torch.cuda.current_device() == 0
+    for a, b, c, d in zip(here, there, again, back, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
+
+
 @pytest.mark.parametrize(
     ("activation", "keys"),
     [

@@ -115,7 +115,7 @@ def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("job", tune_memory.JOBS, ids=str)
 def test_what_ships_for_kernels_that_memory_bounds_may_win(job: tune_memory.Job) -> None:
     width, length = memory_tuning.bucket(job.width), memory_tuning.bucket(job.length)
-    row = memory_tuning.key(job.kernel, "NVIDIA H200", torch.bfloat16, width, length)
+    row = memory_tuning.key(job.kernel, "NVIDIA H200", job.dtype, width, length)
     assert memory_tuning.tuned()[row] in tune_memory.candidates(job)
 
 
