@@ -104,8 +104,9 @@ class Call:
     """Rows of the output and of the gradient of each copy of q."""
 
     def __post_init__(self) -> None:
-        # Triton would compile an int of 1 into the kernel, which is then started with any other number.
+        # Triton would compile an int of 1 into the kernel, and a bool as a bit, and others would be started with that.
         self.logit, self.factor = float(self.logit), float(self.factor)
+        self.window, self.max_kv = int(self.window), int(self.max_kv)
         if self.kv_offsets is None:
             self.max_kv = self.k.shape[1]
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)

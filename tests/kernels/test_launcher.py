@@ -175,13 +175,14 @@ def binding(bound: list[int], current: list[int]) -> Any:
     return start
 
 
-def test_whole_numbers_as_factors_are_floats_to_a_kernel() -> None:
-    """Triton compiles an int of 1 in, and the compiled kernel would be started with other factors."""
+def test_numbers_have_the_same_types_in_every_call() -> None:
+    """Triton compiles an int of 1 in and a bool as one bit, and that kernel would be started with other numbers."""
     rows, offsets = torch.zeros(8, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 3, 8])
-    call = launch.Call(rows, rows, rows, offsets, offsets, "silu", 1, 2, False, -1, -1)
-    for numbers in (call.numbers()[4:6], call.all_numbers()[4:6]):
-        assert numbers == (1.0, 2.0)
-        assert all(type(number) is float for number in numbers)
+    call = launch.Call(rows, rows, rows, offsets, offsets, "silu", 1, 2, False, True, True)
+    for numbers in (call.numbers(), call.all_numbers()):
+        assert numbers[3:6] == (1, 1.0, 2.0)
+        assert [type(number) for number in numbers[3:6]] == [int, float, float]
+        assert not any(isinstance(number, bool) for number in numbers)
 
 
 @pytest.mark.parametrize(("batch", "fit"), [(2**18, True), (2**20, False)])
