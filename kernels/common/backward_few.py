@@ -24,16 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.common.activations import activate_with_slope
 from kernels.common.attention_forward import VARYING
-
-
-@gluon.jit
-def _sequence(Offsets, b, length, DENSE: gl.constexpr):
-    """First row and length of sequence b. ``DENSE``: all have ``length`` rows."""
-    if DENSE:
-        return b.to(gl.int64) * length, length
-    else:
-        first = gl.load(Offsets + b).to(gl.int64)
-        return first, (gl.load(Offsets + b + 1).to(gl.int64) - first).to(gl.int32)
+from kernels.common.sequences import sequence_rows
 
 
 @gluon.jit
@@ -81,8 +72,8 @@ def backward_few(
     SLOPES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_Q], dtype)
     hk = gl.program_id(0) % KV_HEADS
     b = gl.program_id(0) // KV_HEADS
-    k0, kv = _sequence(KO, b, kv_length, DENSE)
-    q0, rows = _sequence(QO, b, q_length, BROADCAST)
+    k0, kv = sequence_rows(KO, b, kv_length, DENSE)
+    q0, rows = sequence_rows(QO, b, q_length, BROADCAST)
     q_first = q0
     if BROADCAST:
         q_first = q0 * 0

@@ -364,7 +364,7 @@ def kernel(name: str, machine: Machine) -> Any:
     )
     stand_ins = {
         "gl": gl,
-        "tl": SimpleNamespace(debug_barrier=nothing),
+        "tl": SimpleNamespace(debug_barrier=nothing, load=_load, int32="int32", int64="int64"),
         "mbarrier": SimpleNamespace(
             wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing
         ),

@@ -14,6 +14,7 @@ from kernels.common.launch import Call
 from kernels.gdpa import gdpa
 from kernels.gdpa import reference as gdpa_reference
 from kernels.jagged import offsets_from_lengths
+from tests.kernels.graphs import check_graph, without_waiting
 from tests.kernels.test_triton_gpu import LENGTHS, compare, packed, same
 from tests.kernels.unwritten import unwritten_is_nan
 
@@ -97,17 +98,7 @@ def test_a_graph_gives_the_same_bits_and_nothing_waits() -> None:
         return torch.autograd.grad(out, leaves, grad)
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        want = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    check_graph(step, without_waiting(step))
 
 
 def test_a_gradient_at_an_odd_address() -> None:

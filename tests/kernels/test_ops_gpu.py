@@ -15,6 +15,7 @@ from kernels.jagged import offsets_from_lengths
 from kernels.jagged.sequences_op import sequence_rows
 from kernels.norms import add_layer_norm, layer_norm, rms_norm
 from kernels.token_mixing import mix_tokens, sum_kron
+from tests.kernels.graphs import check_graph, without_waiting
 from tests.kernels.unwritten import unwritten_is_nan
 
 pytestmark = pytest.mark.gpu
@@ -57,20 +58,9 @@ def twice(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
         out = op(*leaves)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    runs = []
-    for _ in range(2):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            runs.append(step())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    runs = [without_waiting(step) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, runs[0], strict=True))
+    check_graph(step, runs[0])
     with torch.no_grad():
         assert torch.equal(torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs), runs[0][0])
 

@@ -15,6 +15,7 @@ from kernels.common.requests import request_offsets
 from kernels.gdpa import gdpa
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import jagged_attention
+from tests.kernels.graphs import check_graph, without_waiting
 from tests.kernels.test_triton_gpu import same
 from tests.kernels.unwritten import unwritten_is_nan
 
@@ -208,14 +209,4 @@ def test_shared_keys_never_wait_and_give_the_same_bits_in_a_graph(name: str) -> 
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        want = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    check_graph(step, without_waiting(step))

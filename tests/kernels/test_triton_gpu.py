@@ -18,6 +18,7 @@ from kernels.gdpa import reference as gdpa_reference
 from kernels.jagged import offsets_from_lengths
 from kernels.jagged_attention import jagged_attention
 from kernels.jagged_attention import reference as softmax_reference
+from tests.kernels.graphs import check_graph, without_waiting
 from tests.kernels.unwritten import unwritten_is_nan
 
 pytestmark = pytest.mark.gpu
@@ -315,15 +316,13 @@ def test_softmax_in_float32_and_with_learned_queries() -> None:
 
 def test_two_runs_give_the_same_bits_without_waiting_for_the_device() -> None:
     inputs, offsets = packed([16384, 0, 300, *range(40)], 2, 128, torch.bfloat16, 0)
-    runs = []
-    for _ in range(2):
+
+    def step() -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in inputs]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            out = jagged_attention(*leaves, offsets, offsets) + gdpa(*leaves, offsets, offsets, activation="silu")
-            runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        out = jagged_attention(*leaves, offsets, offsets) + gdpa(*leaves, offsets, offsets, activation="silu")
+        return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+    runs = [without_waiting(step) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -349,13 +348,7 @@ def test_graph_capture_and_compile(softmax: bool) -> None:
         return (out, *torch.autograd.grad(out, leaves, grad))
 
     want = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    graph.replay()
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    check_graph(step, want)
     op = torch.compile(op, fullgraph=True, backend="aot_eager")
     for a, b in zip(step(), want, strict=True):
         assert torch.equal(a, b)
