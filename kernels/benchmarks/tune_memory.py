@@ -90,13 +90,34 @@ JOBS = [
 ]
 
 
+_CAPPED: Config = {"num_warps": 8, "maxnreg": 128}
+
+STAYING: dict[tuple[bool, int], list[Config]] = {
+    (False, 128): [{"STAY": 3, "num_warps": 4}, {"STAY": 4, "num_warps": 4}, {"STAY": 2, "num_warps": 8}],
+    (False, 256): [{"STAY": 2, "num_warps": 4}, {"STAY": 1, "num_warps": 8}, {"STAY": 2, **_CAPPED}],
+    (True, 128): [
+        {"STAY": 1, "PLACES": 2, "num_warps": 4},
+        {"STAY": 1, "PLACES": 2, "num_warps": 8},
+        {"STAY": 2, "PLACES": 1, **_CAPPED},
+    ],
+    (True, 256): [{"STAY": 1, "PLACES": 2, "num_warps": 8}],
+}
+"""Of block attention's programs that stay (``kernels/block_attention/persistent.py``), by backward and width."""
+
+
+def runs_here(config: Config) -> bool:
+    """Whether it can on this GPU: programs that stay are written for Hopper."""
+    return "STAY" not in config or torch.cuda.get_device_capability()[0] == 9
+
+
 def candidates(job: Job) -> list[Config]:
     """What may win."""
     if job.kernel.startswith("block"):
         found: list[Config] = [{"num_warps": 4}, {"num_warps": 8}]
         backward = "backward" in job.kernel
         found += [{"num_warps": 4, "maxnreg": 168 if backward else 128}]
-        return found + ([{"num_warps": 8, "maxnreg": 128}] if backward else [])
+        found += [{"num_warps": 8, "maxnreg": 128}] if backward else []
+        return found + STAYING.get((backward, job.width), [])
     if job.kernel.startswith(("fm", "mix")):
         mixes, steps = job.kernel.startswith("mix"), (128,) if job.width == 128 else (128, 256)
         return [
@@ -289,7 +310,7 @@ def to_compile(jobs: list[Job]) -> list[tuple[Job, Config]]:
     """The kernels of all candidates, each once: how many programs run is no constant of a kernel."""
     found: dict[tuple[object, ...], tuple[Job, Config]] = {}
     for job in jobs:
-        for config in candidates(job):
+        for config in filter(runs_here, candidates(job)):
             fixed = {k: v for k, v in config.items() if k != "PROGRAMS"}
             found[job, *fixed.items()] = (job, config)
     return list(found.values())
@@ -299,7 +320,8 @@ def tune(job: Job) -> tuple[str, Config] | None:
     """The fastest correct configuration, by its key in the table."""
     cases = [(own, given, expected(reference, given)) for own, reference, given in inputs(job, small=False)]
     best: tuple[float, Config] | None = None
-    for config in candidates(job):
+    plain: tuple[float, Config] | None = None
+    for config in filter(runs_here, candidates(job)):
         with memory_tuning.forced(job.kernel, config):
             try:
                 wrong = max(error(own(*given), want) for own, given, want in cases)
@@ -313,8 +335,12 @@ def tune(job: Job) -> tuple[str, Config] | None:
         print(f"{job.kernel} {job.width} {job.length}: {ms:.4f} ms, error {wrong:.1e}: {config}", flush=True)
         if best is None or ms < best[0]:
             best = (ms, config)
+        if "STAY" not in config and (plain is None or ms < plain[0]):
+            plain = (ms, config)
     if best is None:
         return None
+    if plain is not None and "STAY" in best[1]:  # for rows that cannot be copied that way
+        best = (best[0], {**best[1], "plain": plain[1]})
     name = device_name(torch.device("cuda"))
     bucket = memory_tuning.bucket
     return memory_tuning.key(job.kernel, name, job.dtype, bucket(job.width), bucket(job.length)), best[1]

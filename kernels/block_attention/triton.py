@@ -3,7 +3,8 @@
 One program has one block of one head: it reads its q, k and v once and writes its output once, which is all the memory
 traffic there is. Backward, one program has a block of one key head and all query heads that share it: it makes the
 probabilities again, takes ``sum_j P_ij dP_ij`` for the row sum of output times gradient, which is the same number, and
-so reads q, k, v and the gradient of the output and writes dq, dk and dv, each once; nothing else is saved.
+so reads q, k, v and the gradient of the output and writes dq, dk and dv, each once; nothing else is saved. Wide heads
+run in ``persistent.py`` where that is tuned: there a program goes from block to block.
 
 Positions count from the block's first token, which changes no difference between two of them and keeps angles small.
 
@@ -14,6 +15,8 @@ Shapes: Q, OUT, DO, DQ ``[T, H, D]``, K, V, DK, DV ``[T, H / GROUP, D]``, POSITI
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.block_attention import persistent
 from kernels.block_attention.reference import BLOCK
 from kernels.common import memory_tuning
 from kernels.common.activations import INTERPRET
@@ -32,6 +36,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 WIDEST = 256
 """The largest head width of the kernels."""
+
+STAYS = 128
+"""The least width of heads of which programs may stay and go from block to block (``persistent.py``)."""
 
 
 @triton.jit
@@ -212,11 +219,8 @@ def forward(
         return out
     (q, q_steps), (k, k_steps), (v, v_steps) = _rows(q), _rows(k), _rows(v)
     positions, frequencies, columns = _rotary(positions, frequencies)
-    batch = offsets.shape[0] - 1
-    launch = _launch("block_forward", q.device, q.dtype, heads, k.shape[1], width, columns, rounds(batch), BLOCK)
-    tensors = (q, k, v, out, offsets, positions, frequencies)
-    programs, strides = (total // BLOCK + batch) * heads, (*q_steps, *k_steps, *v_steps)
-    launch.start(programs, tensors, (batch, float(scale)), strides)
+    tensors, strides = (q, k, v, out, offsets, positions, frequencies), (*q_steps, *k_steps, *v_steps)
+    _start("block_forward", tensors, (heads, k.shape[1], width, columns), total, heads, scale, strides)
     return out
 
 
@@ -236,17 +240,36 @@ def backward(
     if dq.numel() == 0:
         return dq, dk, dv
     positions, frequencies, columns = _rotary(positions, frequencies)
-    batch, key_heads = offsets.shape[0] - 1, k.shape[1]
+    key_heads = k.shape[1]
     if key_heads < heads and q.dtype == torch.float32:  # several query heads in float32 do not fit shared memory
         k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
         dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
         return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
     (q, q_steps), (k, k_steps), (v, v_steps), (grad, grad_steps) = _rows(q), _rows(k), _rows(v), _rows(grad)
-    launch = _launch("block_backward", q.device, q.dtype, heads, key_heads, width, columns, rounds(batch), BLOCK)
     tensors = (q, k, v, grad, dq, dk, dv, offsets, positions, frequencies)
-    programs, strides = (total // BLOCK + batch) * key_heads, (*q_steps, *k_steps, *v_steps, *grad_steps)
-    launch.start(programs, tensors, (batch, float(scale)), strides)
+    strides = (*q_steps, *k_steps, *v_steps, *grad_steps)
+    _start("block_backward", tensors, (heads, key_heads, width, columns), total, key_heads, scale, strides)
     return dq, dk, dv
+
+
+def _start(
+    kernel: str, tensors: tuple[Any, ...], shape: tuple[int, int, int, int], total: int, heads: int, scale: float,
+    strides: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Starts a kernel of ``shape``: query heads, key heads, width, columns; ``heads``: those that programs share."""
+    q, batch = tensors[0], tensors[-3].shape[0] - 1
+    wide = shape[2] >= STAYS and functools.reduce(operator.or_, strides, _addresses(*tensors[:4])) & 15 == 0
+    launch, stay = _launch(kernel, q.device, q.dtype, *shape, rounds(batch), BLOCK, wide)
+    blocks = total // BLOCK + batch
+    if stay:
+        launch.start(min(stay, blocks * heads), tensors, (batch, blocks, float(scale)), strides)
+    else:
+        launch.start(blocks * heads, tensors, (batch, float(scale)), strides)
+
+
+def _addresses(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> int:
+    """Of four tensors, their bits together."""
+    return a.data_ptr() | b.data_ptr() | c.data_ptr() | d.data_ptr()
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -273,21 +296,28 @@ def _rotary(positions: Tensor | None, frequencies: Tensor | None) -> tuple[Tenso
 @memory_tuning.plan
 def _launch(
     kernel: str, device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, width: int, columns: int,
-    rounds: int, block: int,
-) -> Launch:  # fmt: skip
-    """A kernel with what it is compiled for."""
+    rounds: int, block: int, wide: bool,
+) -> tuple[Launch, int]:  # fmt: skip
+    """A kernel with what it is compiled for, and how many programs of it stay; 0: one for each block.
+
+    ``wide``: whether rows can be copied 16 bytes at a time.
+    """
     group, backwards = heads // key_heads, kernel == "block_backward"
-    constants = {
-        "HEADS": heads,
-        "GROUP": group,
-        "ROUNDS": rounds,
-        **_constants(width, dtype == torch.float32, columns, block),
-    }
+    constants = {"HEADS": heads, "GROUP": group, "ROUNDS": rounds}
     name = f"{kernel}_rotary" if columns else kernel
     alone = group == 1 or not backwards  # a program adds up the query heads of a key head
     config = memory_tuning.find(name, device, dtype, width, 1) if alone else None
+    if config and "STAY" in config:
+        if wide and dtype != torch.float32 and width in (128, 256):
+            chosen = persistent.backward_kernel if backwards else persistent.forward_kernel
+            stay = config["STAY"] * torch.cuda.get_device_properties(device).multi_processor_count
+            constants |= {"D": width, "COLUMNS": columns, **config}
+            taken = {x: y for x, y in constants.items() if x in chosen.arg_names or x in ("num_warps", "maxnreg")}
+            return Launch(chosen, taken), stay
+        config = config.get("plain")
     config = config or {"num_warps": default_warps(width, 1 if alone else group)}
-    return Launch(backward_kernel if backwards else forward_kernel, {**constants, **config})
+    constants |= _constants(width, dtype == torch.float32, columns, block)
+    return Launch(backward_kernel if backwards else forward_kernel, {**constants, **config}), 0
 
 
 def _constants(width: int, exact: bool, columns: int, block: int) -> dict[str, Any]:

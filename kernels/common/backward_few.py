@@ -23,31 +23,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.common.activations import activate_with_slope
+from kernels.common.async_rows import copy_rows, write_rows
 from kernels.common.attention_forward import VARYING
 from kernels.common.sequences import sequence_rows
-
-
-@gluon.jit
-def _rows(base, stride, start, rows, BLOCK: gl.constexpr, D: gl.constexpr):
-    """Addresses of ``BLOCK`` rows of a matrix of ``rows`` rows, 16 bytes for each thread, and which are there."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    r = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, WIDE))
-    c = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    return base + r[:, None].to(gl.int64) * stride + c[None, :], (r < rows)[:, None]
-
-
-@gluon.jit
-def _copy(tile, base, stride, start, rows):
-    """Asks for rows from ``start`` on; zeros beyond the last."""
-    at, inside = _rows(base, stride, start, rows, tile.shape[0], tile.shape[1])
-    async_copy.async_copy_global_to_shared(tile, at, mask=inside)
-
-
-@gluon.jit
-def _put(base, value, stride, start, rows):
-    """Writes what ``_copy`` reads."""
-    at, inside = _rows(base, stride, start, rows, value.shape[0], value.shape[1])
-    gl.store(at, gl.convert_layout(value.to(base.dtype.element_ty), at.type.layout), mask=inside)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -83,8 +61,8 @@ def backward_few(
     do_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_Q, D], TILE)
     k_block = gl.allocate_shared_memory(dtype, [1, KEYS, D], BLOCK)
     v_block = gl.allocate_shared_memory(dtype, [1, KEYS, D], BLOCK)
-    _copy(k_block.index(0), K + k0 * STK + hk * SHK, STK, 0, kv)
-    _copy(v_block.index(0), V + k0 * STV + hk * SHV, STV, 0, kv)
+    copy_rows(k_block.index(0), K + k0 * STK + hk * SHK, STK, 0, kv)
+    copy_rows(v_block.index(0), V + k0 * STV + hk * SHV, STV, 0, kv)
     no_logits = gl.zeros([KEYS, BLOCK_Q], gl.float32, LOGITS)
     no_queries = gl.zeros([BLOCK_Q, D], gl.float32, QUERIES)
     dk = gl.zeros([KEYS, D], gl.float32, VALUES)
@@ -94,8 +72,8 @@ def backward_few(
         h = hk * GROUP + g
         q_base, g_base = Q + q_first * STQ + h * SHQ, DO + (q0 * step + h) * D
         dq_base = DQ + (q0 * step + h) * D
-        _copy(q_tiles.index(0), q_base, STQ, 0, rows)
-        _copy(do_tiles.index(0), g_base, step * D, 0, rows)
+        copy_rows(q_tiles.index(0), q_base, STQ, 0, rows)
+        copy_rows(do_tiles.index(0), g_base, step * D, 0, rows)
         async_copy.commit_group()
         slot = 0
         for start in range(0, rows, BLOCK_Q):
@@ -107,8 +85,8 @@ def backward_few(
             async_copy.wait_group(0)
             fence_async_shared()
             tl.debug_barrier()  # the tile is there for all warps, and none works on the one before it any more
-            _copy(q_after, q_base, STQ, start + BLOCK_Q, rows)
-            _copy(do_after, g_base, step * D, start + BLOCK_Q, rows)
+            copy_rows(q_after, q_base, STQ, start + BLOCK_Q, rows)
+            copy_rows(do_after, g_base, step * D, start + BLOCK_Q, rows)
             async_copy.commit_group()
             s = warpgroup_mma(k, q.permute((1, 0)), no_logits, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, do.permute((1, 0)), no_logits, use_acc=False, is_async=True)
@@ -132,12 +110,12 @@ def backward_few(
             dq, dv, p = warpgroup_mma_wait(num_outstanding=1, deps=[dq, sums, p])
             if not EARLY:
                 dq = dq * factor
-            _put(dq_base, dq, step * D, start, rows)  # while the last product goes on
+            write_rows(dq_base, dq, step * D, start, rows)  # while the last product goes on
             dk, left, slopes = warpgroup_mma_wait(num_outstanding=0, deps=[more, left, slopes])
             slot = 1 - slot
         async_copy.wait_group(0)
         tl.debug_barrier()  # before the tiles of the next head come
     if not EARLY:
         dk = dk * factor
-    _put(DK + (k0 * KV_HEADS + hk) * D, dk, KV_HEADS * D, 0, kv)
-    _put(DV + (k0 * KV_HEADS + hk) * D, dv * s_out, KV_HEADS * D, 0, kv)
+    write_rows(DK + (k0 * KV_HEADS + hk) * D, dk, KV_HEADS * D, 0, kv)
+    write_rows(DV + (k0 * KV_HEADS + hk) * D, dv * s_out, KV_HEADS * D, 0, kv)

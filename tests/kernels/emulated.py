@@ -1,11 +1,12 @@
 """Runs kernels scheduled by hand, as they are written, on the CPU: their warps as threads, their barriers by phases.
 
 What a Gluon kernel calls stands in for here, on NumPy arrays in float64, so that the functions of
-``kernels/common/forward_long.py``, ``backward_long.py`` and ``backward_few.py`` run unchanged. Warps take turns at
-random wherever they meet a barrier, a load from global memory arrives at random, or when its group is waited for, with
-NaN in its place until then, and a product reads shared memory when it is waited for. So a slot that is let go too soon
-or read too early gives a wrong result, and warps that wait for each other are found. Layouts, registers and what one
-thread sees of another's stores are not looked at.
+``kernels/common/forward_long.py``, ``backward_long.py`` and ``backward_few.py`` and of
+``kernels/block_attention/persistent.py`` run unchanged. Warps take turns at random wherever they meet a barrier, a load
+from global memory arrives at random, or when its group is waited for, with NaN in its place until then, and a product
+reads shared memory when it is waited for. So a slot that is let go too soon or read too early gives a wrong result, and
+warps that wait for each other are found. Layouts, registers and what one thread sees of another's stores are not looked
+at.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from kernels.common import backward_few, backward_long, forward_long, long_tiles
+from kernels.block_attention import persistent
+from kernels.common import async_rows, backward_few, backward_long, forward_long, long_tiles
 
 
 def _checked(name: str) -> Any:
@@ -124,7 +126,8 @@ class Product:
 
     def end(self):
         a, b = (x.x if isinstance(x, Shared) else x for x in (self.a, self.b))
-        return array(self.acc + np.matmul(a, b))
+        before = self.acc.end() if isinstance(self.acc, Product) else self.acc
+        return array(before + np.matmul(a, b))
 
 
 class Stuck(Exception):
@@ -330,6 +333,10 @@ def _silu_with_slope(x, act, fast):
     return _silu(x, act, fast), array(gate * (1 + x * (1 - gate)))
 
 
+def _turn(text, constraints, arguments, dtype, is_pure, pack):
+    return array({"cos": np.cos, "sin": np.sin}[text[:3]](arguments[0]))
+
+
 def kernel(name: str, machine: Machine) -> Any:
     """A kernel as a function on ``Pointer`` and numbers."""
 
@@ -352,6 +359,7 @@ def kernel(name: str, machine: Machine) -> Any:
         exp2=lambda x: array(np.exp2(x)),
         log=lambda x: array(np.log(x)),
         convert_layout=lambda x, layout: x,
+        inline_asm_elementwise=_turn,
         static_range=range,
         num_warps=lambda: 4,
         program_id=lambda axis: Int(machine.program),
@@ -385,9 +393,11 @@ def kernel(name: str, machine: Machine) -> Any:
     stand_ins["async_copy"] = SimpleNamespace(
         async_copy_global_to_shared=groups.copy, commit_group=groups.commit, wait_group=groups.wait
     )
-    tiles = _functions(long_tiles, stand_ins)
-    module = {"forward_long": forward_long, "backward_few": backward_few}.get(name, backward_long)
-    return _functions(module, {**tiles, **stand_ins})[name]
+    shared = {**_functions(long_tiles, stand_ins), **_functions(async_rows, stand_ins)}
+    module = next(m for m in (forward_long, backward_few, backward_long, persistent) if hasattr(m, name))
+    own = {name for name, x in vars(module).items() if hasattr(x, "fn") and x.fn.__module__ == module.__name__}
+    taken = {name: x for name, x in shared.items() if isinstance(x, FunctionType) and name not in own}
+    return _functions(module, {**taken, **stand_ins})[name]
 
 
 def _functions(module: ModuleType, others: dict[str, Any]) -> dict[str, Any]:

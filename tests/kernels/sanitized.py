@@ -115,15 +115,15 @@ def backward_long(masks: Masks) -> None:
 
 
 def block(masks: Masks) -> None:
-    """Block attention, with and without rotary."""
-    q, k, v, grad, offsets, _ = make(LENGTHS, 64)
-    for columns in (0, 2):
+    """Block attention, with and without rotary; programs for each block, and such that stay."""
+    for width, columns in ((64, 0), (64, 2), (256, 0), (256, 2)):
+        q, k, v, grad, offsets, _ = make(LENGTHS, width)
         positions = torch.rand(q.shape[0], 2, device="cuda") if columns else None
-        frequencies = torch.rand(32, device="cuda") if columns else None
+        frequencies = torch.rand(width // 2, device="cuda") if columns else None
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = block_attention(*leaves, offsets, positions=positions, frequencies=frequencies)
         torch.autograd.grad(out, leaves, grad)
-        print(columns, "run", flush=True)
+        print(width, columns, "run", flush=True)
 
 
 def run(name: str, op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:

@@ -13,7 +13,9 @@ if triton.knobs.runtime.interpret:
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from kernels.block_attention import persistent  # noqa: E402
 from kernels.block_attention import triton as block_attention  # noqa: E402
 from kernels.common import memory_tuning  # noqa: E402
 from kernels.jagged import offsets_triton, short_sums_triton, tables_triton  # noqa: E402
@@ -26,7 +28,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
 WHOLE = ("TAKEN", "TOTALS")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
-ODD = ("B", "N", "R", "rows", "length")
+ODD = ("B", "N", "R", "rows", "length", "blocks")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
 
 
@@ -45,7 +47,8 @@ def build(kernel: Any, constants: dict[str, Any], arch: int, dtype: torch.dtype,
         if name not in ODD and signature[name] not in ("fp32", "constexpr"):
             aligned[(place,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
@@ -76,6 +79,39 @@ def test_block_attention(backward: bool, width: int, columns: int, group: int, d
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
         assert resources(compiled)["stack"] < 512
+
+
+@pytest.mark.parametrize(
+    ("backward", "width", "columns", "dtype", "stack"),
+    [
+        (False, 256, 0, torch.bfloat16, 0), (True, 256, 0, torch.bfloat16, 0), (True, 128, 2, torch.bfloat16, 0),
+        pytest.param(False, 128, 1, torch.bfloat16, 0, marks=pytest.mark.slow),
+        pytest.param(False, 256, 2, torch.float16, 40, marks=pytest.mark.slow),
+        pytest.param(True, 256, 1, torch.float16, 0, marks=pytest.mark.slow),
+        pytest.param(True, 128, 0, torch.bfloat16, 16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_block_attention_of_programs_that_stay(
+    backward: bool, width: int, columns: int, dtype: torch.dtype, stack: int
+) -> None:
+    """As it is tuned: all that are to stay have room on a multiprocessor, and little is spilled."""
+    name = f"block_{'backward' if backward else 'forward'}{'_rotary' if columns else ''}"
+    config = dict(memory_tuning.tuned()[memory_tuning.key(name, "NVIDIA H200", torch.bfloat16, width, 1)])
+    stay, _ = config.pop("STAY"), config.pop("plain")
+    options = {key: config.pop(key) for key in ("num_warps", "maxnreg") if key in config}
+    kernel = persistent.backward_kernel if backward else persistent.forward_kernel
+    constants = {"HEADS": 4, "D": width, "COLUMNS": columns, "ROUNDS": 2, **config}
+    if not backward:
+        constants["GROUP"] = 2
+    if not columns:
+        constants |= {"POSITIONS": None, "FREQUENCIES": None}
+    compiled = build(kernel, constants, 90, dtype, **options)
+    used = resources(compiled)
+    assert stay * (compiled.metadata.shared + 1024) <= SHARED_MEMORY + 1024
+    assert stay * 32 * options["num_warps"] * used["registers"] <= 65536
+    assert used["stack"] <= stack
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in compiled.asm["ptx"], "16 bytes at a time"
 
 
 MOVED = [

@@ -70,7 +70,8 @@ def twice(op: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
     ("width", "key_heads", "dtype"),
     [
         (32, 4, torch.bfloat16), (64, 2, torch.float16), (96, 4, torch.bfloat16), (128, 4, torch.bfloat16),
-        (128, 1, torch.bfloat16), (256, 4, torch.bfloat16), (44, 4, torch.bfloat16), (64, 4, torch.float32),
+        (128, 1, torch.bfloat16), (256, 4, torch.bfloat16), (256, 4, torch.float16), (256, 2, torch.bfloat16),
+        (200, 4, torch.bfloat16), (44, 4, torch.bfloat16), (64, 4, torch.float32),
         (128, 2, torch.float32),
     ],
 )  # fmt: skip
@@ -86,8 +87,15 @@ def test_block_attention(width: int, key_heads: int, columns: int, dtype: torch.
         return block_attention(q, k, v, offsets, positions=positions, frequencies=frequencies, scale=0.4)
 
     compare(op, (q, k, v), dtype)
-    if width == 128:
+    if width >= 128:
         twice(op, (q, k, v))
+
+
+@pytest.mark.parametrize("lengths", [[64] * 500, [0] * 700 + [1, 0, 130] * 20, [5000], [2]])
+def test_block_attention_of_programs_that_stay(lengths: list[int]) -> None:
+    """Heads of 256: all blocks whole, many sequences without rows, one long one, less than a block."""
+    q, k, v = random(sum(lengths), 3, 4, 256, dtype=torch.bfloat16).unbind(1)
+    compare(lambda q, k, v: block_attention(q, k, v, offsets_of(lengths)), (q, k, v), torch.bfloat16)
 
 
 def test_block_attention_beyond_two_billion_elements() -> None:

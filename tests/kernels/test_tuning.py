@@ -116,7 +116,11 @@ def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) 
 def test_what_ships_for_kernels_that_memory_bounds_may_win(job: tune_memory.Job) -> None:
     width, length = memory_tuning.bucket(job.width), memory_tuning.bucket(job.length)
     row = memory_tuning.key(job.kernel, "NVIDIA H200", job.dtype, width, length)
-    assert memory_tuning.tuned()[row] in tune_memory.candidates(job)
+    found = dict(memory_tuning.tuned()[row])
+    plain = found.pop("plain", None)
+    assert found in tune_memory.candidates(job)
+    assert ("STAY" in found) == (plain is not None)
+    assert plain is None or plain in [c for c in tune_memory.candidates(job) if "STAY" not in c]
 
 
 def test_time_on_all_batches_counts(monkeypatch: pytest.MonkeyPatch) -> None:
