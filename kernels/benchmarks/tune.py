@@ -122,19 +122,19 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
-    if 0 < few <= tuning.SHORT_BACKWARD:
-        found["backward"] = [few_keys(few)]
-        if case.width == 64 and few <= 64:  # three programs on a multiprocessor
-            found["backward"].append(few_keys(64, maxnreg=168))
     if min(case.queries, few or case.queries) >= launch.LONG:
         both = backward_long(4, 3)
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
-        found.setdefault("backward", []).append({**both, "query": both})
+        found["backward"] = [{**both, "query": both}]
         if case.window >= 0:
             more = backward_long(3, 4)
             found["backward"] += [{**x, "query": y} for x in (both, more) for y in (both, more)][1:]
         if "query" in plain.get("backward", {}):
             found["backward"] += [{**keys, "query": both}, {**both, "query": plain["backward"]["query"]}]
+    if 0 < few <= tuning.SHORT_BACKWARD:
+        found.setdefault("backward", []).append(few_keys(few))
+        if case.width == 64 and few <= 64:  # three programs on a multiprocessor
+            found["backward"].append(few_keys(64, maxnreg=168))
     return found
 
 
