@@ -97,8 +97,9 @@ def backward_long(kept: int, stages: int) -> Config:
     return {"KEPT": kept, "STAGES": stages, "TMA": True, "num_warps": 4}
 
 
-def few_keys(keys: int, **extra: int) -> Config:
-    """A configuration of ``backward_few``."""
+def few_keys(most: int, **extra: int) -> Config:
+    """A configuration of ``backward_few`` for so many keys at most, of which it has 64 or 128 at a time."""
+    keys = 64 if most <= 64 else 128
     return {"BLOCK_Q": 64, "KEYS": keys, "num_warps": keys // 16, **extra}
 
 
@@ -121,10 +122,6 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
         found.setdefault("forward", []).extend(
             long(kv, 256 // kv, overlap) for kv in (64, 128) for overlap in (True, False)
         )
-    if 0 < few <= 128:
-        found["backward"] = [few_keys(64 if few <= 64 else 128)]
-        if case.width == 64 and few <= 64:  # three programs on a multiprocessor
-            found["backward"].append(few_keys(64, maxnreg=168))
     if min(case.queries, few or case.queries) >= launch.LONG:
         both = backward_long(4, 3)
         keys = {name: value for name, value in plain.get("backward", {}).items() if name != "query"}
@@ -134,6 +131,10 @@ def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
             found["backward"] += [{**x, "query": y} for x in (both, more) for y in (both, more)][1:]
         if "query" in plain.get("backward", {}):
             found["backward"] += [{**keys, "query": both}, {**both, "query": plain["backward"]["query"]}]
+    if 0 < few <= tuning.SHORT_BACKWARD:
+        found.setdefault("backward", []).append(few_keys(few))
+        if case.width == 64 and few <= 64:  # three programs on a multiprocessor
+            found["backward"].append(few_keys(64, maxnreg=168))
     return found
 
 

@@ -125,3 +125,22 @@ def activate_with_slope(x, ACT: tl.constexpr, FAST: tl.constexpr):
         tl.static_assert(ACT == "hardswish")
         slope = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x * (1.0 / 3.0) + 0.5))
         return x * tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0), slope
+
+
+@triton.jit
+def activate_with_slope_in_less(x, ACT: tl.constexpr):
+    """As ``activate_with_slope`` in the fast form, with fewer operations and less to keep, one behind another.
+
+    From ``r = (1 + tanh(u)) / 2``: ``y = x r`` and ``dy / dx = r + y (1 - r) 2 du / dx``.
+    """
+    if ACT == "silu":
+        r = 0.5 * tanh(0.5 * x) + 0.5
+        y = x * r
+        return y, (y - y * r) + r
+    elif ACT == "gelu_tanh":
+        x2 = x * x
+        r = 0.5 * tanh(x * (TANH_C1 * x2 + TANH_C0)) + 0.5
+        y = x * r
+        return y, (y - y * r) * ((6.0 * TANH_C1) * x2 + 2.0 * TANH_C0) + r
+    else:
+        return activate_with_slope(x, ACT, True)

@@ -247,7 +247,9 @@ def backward(
         tensors = (q, k, v, grad, dk, dv, lse, delta, *where, taken)
         of_keys.start(_programs(q.device, heads), tensors, call.all_numbers())
     elif "KEYS" in of_keys.constants:
-        of_keys.start(call.batch * kv_heads, (q, k, v, grad, dq, dk, dv, *where), call.numbers())
+        part = _part(call, dq, of_keys.constants["BLOCK_Q"]) if of_keys.constants["SEVERAL"] else None
+        tensors = (q, k, v, grad, dq, part, dk, dv, *where)
+        of_keys.start(call.batch * kv_heads, tensors, call.numbers())
     else:
         passes = of_keys.constants["PASSES"]
         tiles = call.batch if passes else call.kv_tiles(of_keys.constants["BLOCK_KV"])
@@ -257,6 +259,16 @@ def backward(
     if shared:
         dq = dq.view(call.batch, *q.shape).sum(0).to(q.dtype)
     return dq, dk, dv
+
+
+def _part(call: Call, dq: Tensor, block: int) -> Tensor:
+    """Room for the query gradient of one block of keys, by tiles of ``block`` queries, in the type of ``dq``.
+
+    float32 in place of float16, whose range may hold a sum and not its parts.
+    """
+    tiles = call.out_rows // block + call.batch
+    dtype = torch.float32 if dq.dtype == torch.float16 else dq.dtype
+    return dq.new_empty(tiles, *dq.shape[1:], block, dtype=dtype)
 
 
 def forward_kernel(signature: Signature) -> str:
@@ -350,8 +362,8 @@ def _build_forward(signature: Signature, config: Config) -> Variant:
 def _build_backward(signature: Signature, config: Config) -> tuple[Variant, Variant | None]:
     """Of the kernel for keys, and of that for queries unless the first makes all gradients."""
     if "KEYS" in config:
-        assert signature.bounded and signature.keys <= config["KEYS"]
-        return _variant(backward_few, signature, config), None
+        assert signature.bounded
+        return _variant(backward_few, signature, {**config, "SEVERAL": signature.keys > config["KEYS"]}), None
     config = dict(config)
     query = config.pop("query", None)
     passes = 0 if query else triton.cdiv(signature.keys, config["BLOCK_KV"])

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 _POINTERS = {"LSE": "*fp32", "DELTA": "*fp32", "SUM": "*fp32", "QO": "*i64", "KO": "*i64", "COUNTER": "*i32"}
-_TENSORS = ("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV")
+_TENSORS = ("Q", "K", "V", "OUT", "DO", "DQ", "DK", "DV", "PART")
 _FLOATS = ("s_in", "s_out")
 
 

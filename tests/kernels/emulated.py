@@ -121,11 +121,13 @@ class Barriers:
 class Product:
     """A product that has been started."""
 
-    def __init__(self, a, b, acc, use_acc) -> None:
-        self.a, self.b, self.acc = a, b, acc if use_acc else 0.0
+    def __init__(self, a, b, acc, use_acc, groups) -> None:
+        self.a, self.b, self.acc, self.groups = a, b, acc if use_acc else 0.0, groups
 
     def end(self):
         a, b = (x.x if isinstance(x, Shared) else x for x in (self.a, self.b))
+        if self.groups is not None:
+            self.groups.read += [x.x for x in (self.a, self.b) if isinstance(x, Shared)]
         before = self.acc.end() if isinstance(self.acc, Product) else self.acc
         return array(before + np.matmul(a, b))
 
@@ -149,11 +151,14 @@ class Machine:
         self.turns: dict[int, threading.Semaphore] = {}
         self.failure: BaseException | None = None
 
-    def launch(self, kernel, programs: int, *arguments, **constants) -> None:
+    def launch(self, kernel, programs: int, *arguments, behind=lambda: None, **constants) -> None:
+        """Runs programs one after another, ``behind`` after each."""
         self.programs = programs
+        arguments = tuple(Int(x) if type(x) is int else x for x in arguments)
         for self.program in range(programs):
             kernel(*arguments, **constants)
             assert not self.copies, "a load that nobody waited for"
+            behind()
 
     def specialize(self, parts, warps, registers) -> None:
         threads = []
@@ -268,16 +273,18 @@ class Rows:
         self.memory[places] = x[live]
 
 
-def _load(pointer, mask=None, other=0):
+def _load(pointer, mask=None, other=0, **hints):
     where = np.asarray(pointer.at)
     if mask is not None:
         where = np.where(mask, where, 0)
+    assert where.min(initial=0) >= 0, "a load before the tensor, which NumPy would take from its end"
     found = pointer.memory[where]
     return array(found if mask is None else np.where(mask, found, other))
 
 
-def _store(pointer, value, mask):
+def _store(pointer, value, mask=True, **hints):
     where, value, mask = np.broadcast_arrays(pointer.at, value, mask)
+    assert where[mask].min(initial=0) >= 0, "a store before the tensor"
     pointer.memory[where[mask]] = value[mask]
 
 
@@ -291,21 +298,30 @@ def _extreme(plain, of_arrays):
     return lambda a, b: Int(plain(a, b)) if isinstance(a, int) and isinstance(b, int) else array(of_arrays(a, b))
 
 
-def _shared(dtype, shape, layout, value=None):
+def _shared(dtype, shape, layout):
     if dtype == "int64":
         return Barriers(shape[0])
-    if value is not None:
-        return Shared(value.copy())
     return Shared(np.zeros(shape, int) if dtype == "int32" else np.full(shape, np.nan))
 
 
 class Groups:
-    """Copies that a program's threads make themselves (``cp.async``) and wait for in groups."""
+    """Copies that a program's threads make themselves (``cp.async``) and wait for in groups.
+
+    What one warp copied or stored, others see behind a barrier; behind one only may a copy take the place of what was
+    read.
+    """
 
     def __init__(self) -> None:
         self.groups: list[list[Any]] = [[]]
+        self.there: list[Any] = []
+        """Values that are there for the warps that brought them."""
+        self.read: list[np.ndarray] = []
+        """Shared memory that warps have read since the last barrier."""
 
     def copy(self, tile, pointer, mask):
+        on_their_way = [other.x for group in self.groups for other, _ in group]
+        assert not any(np.may_share_memory(tile.x, x) for x in self.read), "another warp may still read what was there"
+        assert not any(np.may_share_memory(tile.x, x) for x in on_their_way), "either copy may come last"
         tile.x[...] = np.nan
         self.groups[-1].append((tile, _load(pointer, mask, 0.0)))
 
@@ -314,8 +330,18 @@ class Groups:
 
     def wait(self, outstanding):
         while len(self.groups) - 1 > outstanding:
-            for tile, value in self.groups.pop(0):
-                tile.x[...] = value
+            self.there += self.groups.pop(0)
+
+    def barrier(self):
+        for tile, value in self.there:
+            tile.x[...] = value
+        self.there, self.read = [], []
+
+    def shared(self, dtype, shape, layout, value=None):
+        tile = Shared(np.full(shape, np.nan))
+        if value is not None:
+            self.there.append((tile, value.copy()))
+        return tile
 
 
 def _wait(num_outstanding, deps):
@@ -343,6 +369,8 @@ def kernel(name: str, machine: Machine) -> Any:
     def nothing(*_, **__):
         return None
 
+    module = next(m for m in (forward_long, backward_few, backward_long, persistent) if hasattr(m, name))
+    groups = Groups() if module in (backward_few, persistent) else None
     layouts = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout", "SwizzledSharedLayout")
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, nothing),
@@ -364,7 +392,7 @@ def kernel(name: str, machine: Machine) -> Any:
         num_warps=lambda: 4,
         program_id=lambda axis: Int(machine.program),
         num_programs=lambda axis: Int(machine.programs),
-        allocate_shared_memory=_shared,
+        allocate_shared_memory=_shared if groups is None else groups.shared,
         atomic_add=_add,
         load=_load,
         store=_store,
@@ -372,7 +400,9 @@ def kernel(name: str, machine: Machine) -> Any:
     )
     stand_ins = {
         "gl": gl,
-        "tl": SimpleNamespace(debug_barrier=nothing, load=_load, int32="int32", int64="int64"),
+        "tl": SimpleNamespace(
+            debug_barrier=nothing if groups is None else groups.barrier, load=_load, int32="int32", int64="int64"
+        ),
         "mbarrier": SimpleNamespace(
             wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing
         ),
@@ -383,18 +413,18 @@ def kernel(name: str, machine: Machine) -> Any:
             store_wait=nothing,
         ),
         "fence_async_shared": nothing,
-        "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: Product(a, b, acc, use_acc),
+        "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: Product(a, b, acc, use_acc, groups),
         "warpgroup_mma_wait": _wait,
         "activate": _silu,
         "activate_with_slope": _silu_with_slope,
+        "activate_with_slope_in_less": lambda x, act: _silu_with_slope(x, act, True),
         "range": lambda *bounds: map(Int, range(*bounds)),
     }
-    groups = Groups()
-    stand_ins["async_copy"] = SimpleNamespace(
-        async_copy_global_to_shared=groups.copy, commit_group=groups.commit, wait_group=groups.wait
-    )
+    if groups is not None:
+        stand_ins["async_copy"] = SimpleNamespace(
+            async_copy_global_to_shared=groups.copy, commit_group=groups.commit, wait_group=groups.wait
+        )
     shared = {**_functions(long_tiles, stand_ins), **_functions(async_rows, stand_ins)}
-    module = next(m for m in (forward_long, backward_few, backward_long, persistent) if hasattr(m, name))
     own = {name for name, x in vars(module).items() if hasattr(x, "fn") and x.fn.__module__ == module.__name__}
     taken = {name: x for name, x in shared.items() if isinstance(x, FunctionType) and name not in own}
     return _functions(module, {**taken, **stand_ins})[name]
@@ -409,7 +439,7 @@ def _functions(module: ModuleType, others: dict[str, Any]) -> dict[str, Any]:
         if isinstance(x, tl.constexpr):
             world[name] = x.value
         elif hasattr(x, "fn"):
-            world[name] = FunctionType(x.fn.__code__, world, name)
+            world[name] = FunctionType(x.fn.__code__, world, name, x.fn.__defaults__)
         else:
             world[name] = x
     world.update(others)

@@ -93,7 +93,7 @@ def forward_stream(masks: Masks) -> None:
 def backward_few(masks: Masks) -> None:
     """Few keys, as they are tuned, and wide and narrow heads."""
     plain = {"BLOCK_Q": 64, "BLOCK_KV": 64, "TMA": False, "STAGES": 1, "num_warps": 4}
-    for width, most, extra in ((128, 64, {}), (128, 128, {}), (64, 64, {"maxnreg": 168})):
+    for width, most, extra in ((128, 64, {}), (128, 128, {}), (128, 256, {}), (64, 64, {"maxnreg": 168})):
         check(MASKS[0], [min(x, most) for x in KEYS], width, plain, few_keys(most, **extra))
 
 

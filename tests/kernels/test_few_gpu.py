@@ -52,7 +52,7 @@ def check_backward(act: str, width: int, keys: int, group: int, dtype: torch.dty
     ("width", "keys", "group", "extra"),
     [
         (128, 64, 1, {}), (128, 128, 1, {}), (128, 64, 3, {}), (128, 128, 2, {}),
-        (64, 64, 2, {"maxnreg": 168}), (64, 128, 1, {}),
+        (64, 64, 2, {"maxnreg": 168}), (64, 128, 1, {}), (128, 256, 1, {}), (128, 200, 3, {}), (64, 256, 1, {}),
     ],
 )  # fmt: skip
 def test_gradients(width: int, keys: int, group: int, extra: dict[str, int], dtype: torch.dtype) -> None:
@@ -61,7 +61,8 @@ def test_gradients(width: int, keys: int, group: int, extra: dict[str, int], dty
 
 @pytest.mark.parametrize("act", [name for name in gdpa_reference.ACTIVATIONS if name != "gelu_tanh"])
 def test_other_activations(act: str) -> None:
-    check_backward(act, 128, 64, 1, torch.bfloat16, few_keys(64))
+    for keys in (64, 128):
+        check_backward(act, 128, keys, 1, torch.bfloat16, few_keys(keys))
 
 
 def chosen(call: Call) -> dict[str, Any]:
@@ -71,7 +72,9 @@ def chosen(call: Call) -> dict[str, Any]:
     return of_keys.constants
 
 
-@pytest.mark.parametrize(("width", "keys"), [(128, 1), (128, 7), (128, 64), (128, 65), (128, 100), (64, 20)])
+@pytest.mark.parametrize(
+    ("width", "keys"), [(128, 1), (128, 7), (128, 64), (128, 65), (128, 100), (128, 129), (128, 256), (64, 20)]
+)
 @pytest.mark.parametrize("learned", [False, True])
 def test_dense_keys_through_the_op(width: int, keys: int, learned: bool) -> None:
     (q, _, _), offsets = packed([20] if learned else LENGTHS, 4, width, torch.bfloat16, 0)

@@ -45,7 +45,7 @@ def packed(width: int = 128, heads: int = 2, bound: int = 64, **options: Any) ->
     return Call(q, k, v, *where, act, 0.3, 0.5, False, window, bound)
 
 
-@pytest.mark.parametrize(("width", "bound", "heads"), [(128, 64, 2), (128, 100, 6), (64, 7, 2)])
+@pytest.mark.parametrize(("width", "bound", "heads"), [(128, 64, 2), (128, 100, 6), (64, 7, 2), (128, 200, 4)])
 def test_packed_keys(started: Started, width: int, bound: int, heads: int) -> None:
     call = packed(width, heads, bound)
     grad = torch.zeros_like(call.q)
@@ -55,9 +55,15 @@ def test_packed_keys(started: Started, width: int, bound: int, heads: int) -> No
     assert variant._kernel is backward_few
     assert set(variant.constants) == {p.name for p in backward_few.params if p.is_constexpr}
     assert (variant.constants["KEYS"], variant.constants["GROUP"]) == (keys, heads // 2)
+    assert variant.constants["SEVERAL"] == (bound > 128)
     assert variant._options == {"num_warps": keys // 16, **({"maxnreg": 168} if width == 64 else {})}
     assert programs == 5 * 2
-    wanted = (call.q, call.k, call.v, grad, dq, dk, dv, call.q_offsets, call.kv_offsets)
+    part = tensors[5]
+    assert (part is not None) == (bound > 128)
+    if part is not None:
+        tiles = sum(LENGTHS) // 64 + 5
+        assert (part.numel(), part.dtype) == (tiles * heads * 64 * width, torch.bfloat16)
+    wanted = (call.q, call.k, call.v, grad, dq, part, dk, dv, call.q_offsets, call.kv_offsets)
     assert all(a is b for a, b in zip(tensors, wanted, strict=True))
     assert numbers == (5, sum(LENGTHS), bound, -1, 0.3, 0.5)
     assert len(tensors) + len(numbers) + len(variant.constants) == len(backward_few.params)
@@ -84,6 +90,17 @@ def test_dense_keys_and_learned_queries(started: Started) -> None:
     assert each is not None and each.shape == (100, 2, 128) and each.dtype == torch.float32, "summed over sequences"
 
 
+def test_the_part_of_a_gradient_is_of_its_type_but_for_fp16(started: Started) -> None:
+    keys = torch.zeros(5, 129, 2, 128, dtype=torch.bfloat16)
+    learned = Call(rows(20), keys, keys, None, None, "silu", 1.0, 1.0, False, -1, -1)
+    launch.backward(learned, rows(100), None, None)
+    half = packed(bound=256, dtype=torch.float16)
+    launch.backward(half, torch.zeros_like(half.q), None, None, {"BLOCK_Q": 64, "KEYS": 128, "num_warps": 8})
+    for (_, _, tensors, _), tiles in zip(started, (100 // 64 + 5, sum(LENGTHS) // 64 + 5), strict=True):
+        part = tensors[5]
+        assert part is not None and (part.numel(), part.dtype) == (tiles * 2 * 64 * 128, torch.float32)
+
+
 def test_a_gradient_at_an_odd_address_is_copied(started: Started) -> None:
     call = packed()
     odd = torch.zeros(call.q.numel() + 1, dtype=torch.bfloat16)[1:].view(call.q.shape)
@@ -95,7 +112,7 @@ def test_a_gradient_at_an_odd_address_is_copied(started: Started) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 20}, {"dtype": torch.float32}, {"width": 96}, {"width": 33}, {"bound": 200}, {"bound": -1},
+        {"window": 20}, {"dtype": torch.float32}, {"width": 96}, {"width": 33}, {"bound": 300}, {"bound": -1},
         {"act": "softmax"},
     ],
 )  # fmt: skip

@@ -52,6 +52,7 @@ def constants(kernel: str, act: str, width: int, config: dict[str, Any]) -> dict
         [] if act == "softmax" else ["LSE", "DELTA", *(["OUT"] if kernel in ("backward_q", "backward_long_q") else [])]
     )
     absent += ["SUM"] if config.get("PASSES", 0) < 2 else []
+    absent += [] if config.get("SEVERAL") else ["PART"]
     return {**common, **dict.fromkeys(absent), **config}
 
 
@@ -150,6 +151,10 @@ def test_long_backward_compiles_for_hopper(kernel: str, act: str) -> None:
         ("gelu_tanh", 128, 64, "bf16", 2, 64),
         ("gelu_tanh", 128, 128, "bf16", 1, 32),
         ("silu", 64, 64, "bf16", 3, 16),
+        ("gelu_tanh", 128, 256, "bf16", 1, 32),
+        pytest.param("gelu", 128, 128, "bf16", 1, 64, marks=pytest.mark.slow),
+        pytest.param("gelu", 128, 256, "bf16", 1, 256, marks=pytest.mark.slow),
+        pytest.param("silu", 64, 256, "bf16", 1, 16, marks=pytest.mark.slow),
         pytest.param("silu", 128, 64, "fp16", 2, 64, marks=pytest.mark.slow),
         pytest.param("hardswish", 128, 64, "bf16", 2, 160, marks=pytest.mark.slow),
         pytest.param("relu2", 128, 128, "bf16", 1, 32, marks=pytest.mark.slow),
@@ -161,8 +166,8 @@ def test_backward_of_few_keys_compiles_for_hopper(
     """As it is tuned: so many programs have room on a multiprocessor, and little is spilled."""
     name = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     config = tuning.choose("backward_short", "NVIDIA H200", name, width, 512, keys)
-    assert config["KEYS"] == keys
-    compiled = build("backward_few", config, act, width, 90, dtype)
+    assert config["KEYS"] == min(keys, 128)
+    compiled = build("backward_few", {**config, "SEVERAL": keys > 128}, act, width, 90, dtype)
     used = resources(compiled)
     assert programs * (compiled.metadata.shared + 1024) <= SHARED_MEMORY + 1024
     assert programs * 32 * config["num_warps"] * used["registers"] <= 65536
