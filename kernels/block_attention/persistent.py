@@ -162,8 +162,8 @@ def _put_halves(base, a, b, cos, sin, stride, start, rows, COLUMNS: gl.constexpr
     if COLUMNS:
         first = a * cos + b * sin
         second = b * cos - a * sin
-    write_rows(base, first, stride, start, rows)
-    write_rows(base + a.shape[1], second, stride, start, rows)
+    write_rows(base, first, stride, start, rows, "")
+    write_rows(base + a.shape[1], second, stride, start, rows, "")
 
 
 @gluon.jit(do_not_specialize=["B", "blocks"])
@@ -224,7 +224,7 @@ def forward_kernel(
         tl.debug_barrier()
         copy_rows(v, V + first * stv + h // GROUP * shv, stv, start, rows)
         async_copy.commit_group()
-        write_rows(base, out, HEADS * D, here, here + keys)
+        write_rows(base, out, HEADS * D, here, here + keys, "")
     async_copy.wait_group(0)
 
 
@@ -303,7 +303,7 @@ def backward_kernel(
         tl.debug_barrier()  # no warp reads the gradient any more
         copy_rows(do, DO + first * std + h * shd, std, start, rows)
         async_copy.commit_group()
-        write_rows(DV + at, dv, HEADS * D, here, here + keys)
+        write_rows(DV + at, dv, HEADS * D, here, here + keys, "")
         dq = warpgroup_mma(ds_tile, k, no_half, use_acc=False, is_async=True)
         dq2 = warpgroup_mma(ds_tile, k2, no_half, use_acc=False, is_async=True)
         if PLACES == 1:

@@ -25,8 +25,8 @@ def copy_rows(tile, base, stride, start, rows):
 
 
 @gluon.jit
-def write_rows(base, value, stride, start, rows, CACHE: gl.constexpr = ""):
-    """Writes what ``copy_rows`` reads; ``CACHE``: ``.cs`` for what no program needs in the L2 cache."""
+def write_rows(base, value, stride, start, rows, CACHE: gl.constexpr):
+    """Writes what ``copy_rows`` reads; ``CACHE``: ``.cs`` for what no program needs in the L2 cache, or nothing."""
     at, inside = row_places(base, stride, start, rows, value.shape[0], value.shape[1])
     value = gl.convert_layout(value.to(base.dtype.element_ty), at.type.layout)
     gl.store(at, value, mask=inside, cache_modifier=CACHE)

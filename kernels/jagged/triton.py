@@ -1,9 +1,7 @@
 """Jagged data movement on the GPU: the functions of ``reference.py`` beside this in Triton.
 
 Rows are copied in tiles of several, 16 bytes a thread. Tiles of packed rows ignore where sequences begin and end: each
-row looks up its owner (``kernels/common/rows.py``), so short sequences waste nothing. Sums over sequences are made in
-float32, one program per ``CHUNK`` rows of a sequence, those of longer sequences in a second pass: a fixed order, no
-atomics, so the same bits in every run.
+row looks up its owner (``kernels/common/rows.py``), so short sequences waste nothing.
 
 Shapes: X, OUT and the like are matrices of rows of ``WIDTH`` elements; ``st*`` are the strides of their rows.
 """
@@ -22,10 +20,10 @@ from torch import Tensor
 from kernels.common import memory_tuning
 from kernels.common.launcher import Launch
 from kernels.common.rows import matrix, rounds, row_owners
-from kernels.common.sequences import find_sequence, sequence_chunk
 from kernels.jagged import reference, tables_triton
 from kernels.jagged.offsets_triton import gathered_offsets as gathered_offsets
-from kernels.jagged.short_sums_triton import SHORT, short_sum, sort, starts
+from kernels.jagged.short_sums_triton import sort, starts
+from kernels.jagged.sums_triton import segment_total
 from kernels.jagged.tiles_triton import load, store, tile
 
 _MOVED = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32)
@@ -196,63 +194,6 @@ def copies_kernel(
     store(OUT, WIDTH, out, r, live, c, inside)
 
 
-@triton.jit(do_not_specialize=_VARYING)
-def sum_kernel(
-    X, OUT, PARTIAL, OFFSETS, ORDER, B, stx, MEAN: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr,
-    ROUNDS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """``segment_sum`` of the rows ``ORDER[i] // CHOICES``; of a sequence of more than ``CHUNK``, parts of the sum.
-
-    The parts of long sequences stand in ``PARTIAL`` at twice the chunk in which they begin, plus 1 but for the first.
-    """
-    chunk, c, inside = tile(WIDTH, 1, BLOCK)
-    b, first, rows, start = sequence_chunk(OFFSETS, B, 0, chunk, CHUNK, False, ROUNDS)
-    if (start >= rows) & (start > 0):
-        return
-    lane = tl.arange(0, ROWS)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    end = tl.minimum(start + CHUNK, rows)
-    for i in tl.range(start, end, ROWS, num_stages=STAGES):
-        r = first + i + lane
-        live = i + lane < end
-        if ORDER is not None:
-            r = tl.load(ORDER + r, mask=live, other=0) // CHOICES
-        acc += load(X, stx, r, live, c, inside).to(tl.float32)
-    total = tl.sum(acc, 0)
-    if rows <= CHUNK:
-        if MEAN:
-            total = total / tl.maximum(rows, 1).to(tl.float32)
-        tl.store(OUT + b.to(tl.int64) * WIDTH + c, total.to(OUT.dtype.element_ty), mask=inside)
-    else:
-        if PARTIAL is not None:
-            slot = 2 * ((first + start) // CHUNK) + (start > 0)
-            tl.store(PARTIAL + slot * WIDTH + c, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def finish_kernel(
-    OUT, PARTIAL, OFFSETS, B, MEAN: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The sum of the long sequence that begins in a chunk, if one does: it is the last that begins there."""
-    cell, c, inside = tile(WIDTH, 1, BLOCK)
-    b = find_sequence(OFFSETS, B, cell, CHUNK, 0, ROUNDS)
-    first = tl.load(OFFSETS + b)
-    rows = tl.load(OFFSETS + b + 1) - first
-    if (rows <= CHUNK) | (first // CHUNK != cell):
-        return
-    parts = (rows + CHUNK - 1) // CHUNK
-    lane = tl.arange(0, ROWS)
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in range(0, parts.to(tl.int32), ROWS):
-        slot = 2 * (cell + i + lane) + (i + lane > 0).to(tl.int32)
-        acc += load(PARTIAL, WIDTH, slot, i + lane < parts, c, inside)
-    total = tl.sum(acc, 0)
-    if MEAN:
-        total = total / rows.to(tl.float32)
-    tl.store(OUT + b.to(tl.int64) * WIDTH + c, total.to(OUT.dtype.element_ty), mask=inside)
-
-
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
     """See ``reference.to_padded``."""
     if values.dtype not in _MOVED:
@@ -328,9 +269,9 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
     if values.dtype not in _SUMMED:
         return reference.scatter_sum(values, index, rows, rising)
     if rising and index.dim() == 1:
-        return _sum(values, starts(index, rows), None, 1, False)
+        return segment_total(values, starts(index, rows), None, 1, False)
     ordered, order = sort(index.flatten(), rows)
-    return _sum(values, starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
+    return segment_total(values, starts(ordered, rows), order, index.shape[1] if index.dim() == 2 else 1, False)
 
 
 def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -344,7 +285,7 @@ def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
     """See ``reference.segment_sum``."""
     if values.dtype not in _SUMMED:
         return reference.segment_sum(values, offsets, mean)
-    return _sum(values, offsets, None, 1, mean)
+    return segment_total(values, offsets, None, 1, mean)
 
 
 def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
@@ -425,36 +366,6 @@ def sum_sequences(
     return out
 
 
-def _sum(values: Tensor, offsets: Tensor, order: Tensor | None, choices: int, mean: bool) -> Tensor:
-    batch = offsets.shape[0] - 1
-    out = values.new_empty(batch, *values.shape[1:])
-    if out.numel() == 0:
-        return out
-    if values.numel() == 0:
-        return out.zero_()
-    (x, stride), total = matrix(values), values.shape[0] * choices
-    if order is None and total <= SHORT * batch:
-        return short_sum(x, stride, offsets, mean, out)
-    length = memory_tuning.bucket(total // batch)
-    launch, finish = _sum_launches(x.device, x.dtype, x.shape[1], length, rounds(batch), mean, choices)
-    chunk, parts = launch.constants["CHUNK"], -(-x.shape[1] // launch.constants["BLOCK"])
-    partial = x.new_empty(2 * (total // chunk + 1), x.shape[1], dtype=torch.float32) if total > chunk else None
-    launch.start((batch + total // chunk + 1) * parts, (x, out, partial, offsets, order), (batch,), (stride,))
-    if partial is not None:
-        finish.start((total // chunk + 1) * parts, (out, partial, offsets), (batch,))
-    return out
-
-
-@memory_tuning.plan
-def _sum_launches(
-    device: torch.device, dtype: torch.dtype, width: int, length: int, rounds: int, mean: bool, choices: int
-) -> tuple[Launch, Launch]:
-    """The kernel for chunks, and that for the sequences that are longer."""
-    config = memory_tuning.find("sum", device, dtype, width, length) or sum_default(width)
-    constants = {**config, "BLOCK": min(_block(width), 512), "ROUNDS": rounds, "MEAN": mean, "WIDTH": width}
-    return Launch(sum_kernel, {**constants, "CHOICES": choices}), Launch(finish_kernel, constants)
-
-
 def _launch(
     name: str, rows: int, x: Tensor, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...],
     strides: tuple[int, ...], **constants: Any,
@@ -487,9 +398,3 @@ def default(width: int, size: int, loop: bool) -> dict[str, int]:
     """16 KB a tile; ``loop``: of a kernel that goes over several."""
     config = {"ROWS": min(256, max(1, 16384 // (size * _block(width)))), "num_warps": 4}
     return config | {"STAGES": 1} if loop else config
-
-
-def sum_default(width: int) -> dict[str, int]:
-    """4,096 elements at a time."""
-    rows = min(64, max(1, 4096 // min(triton.next_power_of_2(width), 512)))
-    return {"CHUNK": 512, "ROWS": rows, "num_warps": 4, "STAGES": 1}

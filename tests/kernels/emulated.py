@@ -439,7 +439,7 @@ def _functions(module: ModuleType, others: dict[str, Any]) -> dict[str, Any]:
         if isinstance(x, tl.constexpr):
             world[name] = x.value
         elif hasattr(x, "fn"):
-            world[name] = FunctionType(x.fn.__code__, world, name, x.fn.__defaults__)
+            world[name] = FunctionType(x.fn.__code__, world, name)
         else:
             world[name] = x
     world.update(others)

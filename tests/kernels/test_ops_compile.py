@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from kernels.block_attention import persistent  # noqa: E402
 from kernels.block_attention import triton as block_attention  # noqa: E402
 from kernels.common import memory_tuning  # noqa: E402
-from kernels.jagged import offsets_triton, short_sums_triton, tables_triton  # noqa: E402
+from kernels.jagged import offsets_triton, short_sums_triton, sums_triton, tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
@@ -26,7 +26,7 @@ from tests.kernels.compiled import resources  # noqa: E402
 SHARED_MEMORY = 232448
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
-WHOLE = ("TAKEN", "TOTALS")
+WHOLE = ("ENDED", "TAKEN", "TOTALS")
 SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
 ODD = ("B", "N", "R", "rows", "length", "blocks")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
@@ -126,9 +126,11 @@ MOVED = [
     ("split_kernel", {"ROUNDS": 2}),
     ("sequences_kernel", {"ROUNDS": 2}),
     ("copies_kernel", {"ROUNDS": 2}),
-    ("sum_kernel", {"ROUNDS": 2, "MEAN": True, "CHOICES": 1, "ORDER": None}),
-    ("sum_kernel", {"ROUNDS": 2, "MEAN": False, "CHOICES": 2, "PARTIAL": None}),
-    ("finish_kernel", {"ROUNDS": 2, "MEAN": True}),
+]
+
+SUMS: list[dict[str, Any]] = [
+    {"MEAN": True, "CHOICES": 1, "ORDER": None},
+    {"MEAN": False, "CHOICES": 2, "PARTIAL": None, "ENDED": None},
 ]
 
 
@@ -199,13 +201,26 @@ def test_offsets_of_an_index_stop_at_one_that_is_not_there(scan: bool, arch: int
 def test_movement_has_wide_accesses(name: str, constants: dict[str, Any], arch: int) -> None:
     width = 128
     block = {"WIDTH": width, "BLOCK": width}
-    names = getattr(jagged, name).arg_names
-    config = dict(jagged.sum_default(width) if "CHUNK" in names else jagged.default(width, 2, "STAGES" in names))
+    config = dict(jagged.default(width, 2, "STAGES" in getattr(jagged, name).arg_names))
     warps = config.pop("num_warps")
     compiled = build(getattr(jagged, name), {**constants, **block, **config}, arch, torch.bfloat16, num_warps=warps)
     text = compiled.asm["ptx"]
     assert "ld.global.v4" in text, "rows are read 16 bytes at a time"
-    assert name in ("sum_kernel", "finish_kernel") or "st.global.v4" in text, "and so written"
+    assert "st.global.v4" in text, "and so written"
+    if arch == 90:
+        assert resources(compiled)["stack"] == 0
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("constants", SUMS)
+def test_sums_have_wide_accesses(constants: dict[str, Any], arch: int) -> None:
+    config = {**sums_triton.default(128), **constants, "ROUNDS": 2, "WIDTH": 128, "BLOCK": 128}
+    compiled = build(sums_triton.sum_kernel, config, arch, torch.bfloat16, num_warps=config.pop("num_warps"))
+    text = compiled.asm["ptx"]
+    assert "ld.global.v4" in text, "rows are read 16 bytes at a time"
+    if "ENDED" not in constants:
+        assert "atom.global.gpu.acq_rel.add" in text
+        assert "ld.global.cg" in text, "what other programs wrote is not read from L1"
     if arch == 90:
         assert resources(compiled)["stack"] == 0
 
