@@ -311,7 +311,7 @@ def to_compile(jobs: list[Job]) -> list[tuple[Job, Config]]:
     found: dict[tuple[object, ...], tuple[Job, Config]] = {}
     for job in jobs:
         for config in filter(runs_here, candidates(job)):
-            fixed = {k: v for k, v in config.items() if k != "PROGRAMS"}
+            fixed = {k: v for k, v in config.items() if k not in ("PROGRAMS", "STAY")}
             found[job, *fixed.items()] = (job, config)
     return list(found.values())
 

@@ -29,7 +29,7 @@ from kernels.block_attention.reference import BLOCK
 from kernels.common import memory_tuning
 from kernels.common.activations import INTERPRET
 from kernels.common.launcher import Launch
-from kernels.common.rows import rounds
+from kernels.common.rows import head_rows, rounds
 from kernels.common.sequences import load_rows, sequence_tile, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,8 +37,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 WIDEST = 256
 """The largest head width of the kernels."""
 
-STAYS = 128
-"""The least width of heads of which programs may stay and go from block to block (``persistent.py``)."""
+STAYS = (128, 256)
+"""Widths of heads of which programs may stay and go from block to block (``persistent.py``)."""
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def forward(
     out = _empty(q)
     if out.numel() == 0:
         return out
-    (q, q_steps), (k, k_steps), (v, v_steps) = _rows(q), _rows(k), _rows(v)
+    (q, q_steps), (k, k_steps), (v, v_steps) = map(head_rows, (q, k, v))
     positions, frequencies, columns = _rotary(positions, frequencies)
     tensors, strides = (q, k, v, out, offsets, positions, frequencies), (*q_steps, *k_steps, *v_steps)
     _start("block_forward", tensors, (heads, k.shape[1], width, columns), total, heads, scale, strides)
@@ -245,7 +245,7 @@ def backward(
         k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
         dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
         return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
-    (q, q_steps), (k, k_steps), (v, v_steps), (grad, grad_steps) = _rows(q), _rows(k), _rows(v), _rows(grad)
+    (q, q_steps), (k, k_steps), (v, v_steps), (grad, grad_steps) = map(head_rows, (q, k, v, grad))
     tensors = (q, k, v, grad, dq, dk, dv, offsets, positions, frequencies)
     strides = (*q_steps, *k_steps, *v_steps, *grad_steps)
     _start("block_backward", tensors, (heads, key_heads, width, columns), total, key_heads, scale, strides)
@@ -258,7 +258,7 @@ def _start(
 ) -> None:  # fmt: skip
     """Starts a kernel of ``shape``: query heads, key heads, width, columns; ``heads``: those that programs share."""
     q, batch = tensors[0], tensors[-3].shape[0] - 1
-    wide = shape[2] >= STAYS and functools.reduce(operator.or_, strides, _addresses(*tensors[:4])) & 15 == 0
+    wide = shape[2] in STAYS and functools.reduce(operator.or_, strides, _addresses(*tensors[:4])) & 15 == 0
     launch, stay = _launch(kernel, q.device, q.dtype, *shape, rounds(batch), BLOCK, wide)
     blocks = total // BLOCK + batch
     if stay:
@@ -274,15 +274,6 @@ def _addresses(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> int:
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The tensor, copied if the elements of a head are not contiguous, and its strides of rows and heads."""
-    row, head, element = x.stride()
-    if element == 1:
-        return x, (row, head)
-    x = x.contiguous()
-    return x, (x.stride(0), x.stride(1))
 
 
 def _rotary(positions: Tensor | None, frequencies: Tensor | None) -> tuple[Tensor | None, Tensor | None, int]:
@@ -308,7 +299,7 @@ def _launch(
     alone = group == 1 or not backwards  # a program adds up the query heads of a key head
     config = memory_tuning.find(name, device, dtype, width, 1) if alone else None
     if config and "STAY" in config:
-        if wide and dtype != torch.float32 and width in (128, 256):
+        if wide and dtype != torch.float32:
             chosen = persistent.backward_kernel if backwards else persistent.forward_kernel
             stay = config["STAY"] * torch.cuda.get_device_properties(device).multi_processor_count
             constants |= {"D": width, "COLUMNS": columns, **config}

@@ -24,6 +24,7 @@ from kernels.common.backward_long import backward_long_kv, backward_long_q
 from kernels.common.forward_long import forward_long
 from kernels.common.forward_stream import forward_stream
 from kernels.common.launcher import Variant
+from kernels.common.rows import head_rows
 
 WIDEST = 256
 """The largest head width of the kernels."""
@@ -110,9 +111,9 @@ class Call:
         if self.kv_offsets is None:
             self.max_kv = self.k.shape[1]
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
-        self.q, q_steps = _rows(self.q)
-        self.k, k_steps = _rows(self.k)
-        self.v, v_steps = _rows(self.v)
+        self.q, q_steps = head_rows(self.q)
+        self.k, k_steps = head_rows(self.k)
+        self.v, v_steps = head_rows(self.v)
         self.strides = (*q_steps, *k_steps, *v_steps)
         self.q_shape, self.k_shape, self.v_width = self.q.shape, self.k.shape, self.v.shape[2]
         if self.kv_offsets is not None:
@@ -162,20 +163,6 @@ class Call:
         if self.kv_offsets is None:
             return self.batch * triton.cdiv(self.max_kv, block)
         return self.k_shape[0] // block + self.batch
-
-
-def _rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """The tensor, copied if its heads do not lie within its rows, and its strides of rows and heads.
-
-    Kernels are compiled for the strides, which so must not depend on the number of rows.
-    """
-    row, head, element = x.stride()
-    if element == 1 and (head <= row or row == 0):
-        return x, (row, head)
-    if element == 1 and x.shape[1] == 1:
-        return x, (row, 0)
-    x = x.contiguous()
-    return x, (x.stride(0), x.stride(1))
 
 
 def block_width(width: int, exact: bool) -> int:
@@ -322,10 +309,14 @@ def _streams(signature: Signature) -> bool:
     return plain and _fits_tensor_cores(signature) and _descriptors_fit(signature)
 
 
-def _few(signature: Signature) -> bool:
-    """Whether ``backward_few`` takes these tensors."""
+def _few(signature: Signature, config: Config) -> bool:
+    """Whether ``backward_few`` takes these tensors.
+
+    What it keeps between two blocks of keys takes whole tiles of queries: many times their room where they are few.
+    """
     whole = signature.aligned and not any(x % 8 for x in signature.strides)
-    return whole and not signature.window and _fits_tensor_cores(signature)
+    room = signature.keys <= config["KEYS"] or signature.queries > config["BLOCK_Q"]
+    return whole and room and not signature.window and _fits_tensor_cores(signature)
 
 
 def _long(signature: Signature, queries: int) -> bool:
@@ -346,7 +337,7 @@ def _backward_plans(signature: Signature) -> tuple[Variant, Variant | None]:
     config = _config(kernel, signature)
     by_hand = "KEPT" in config or "KEPT" in config.get("query", {})
     fits = signature.heads == signature.kv_heads and not signature.dense and _long(signature, LONG)
-    if (by_hand and not fits) or ("KEYS" in config and not _few(signature)):
+    if (by_hand and not fits) or ("KEYS" in config and not _few(signature, config)):
         config = _config(f"{kernel}_plain", signature)
     return _build_backward(signature, config)
 

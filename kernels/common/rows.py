@@ -52,3 +52,17 @@ def matrix(x: Tensor) -> tuple[Tensor, int]:
         return x, row
     x = x.contiguous()
     return x, x.stride(0)
+
+
+def head_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """The tensor, copied if its heads do not lie within its rows, and its strides of rows and heads.
+
+    Kernels are compiled for the strides, which so must not depend on the number of rows.
+    """
+    row, head, element = x.stride()
+    if element == 1 and (head <= row or row == 0):
+        return x, (row, head)
+    if element == 1 and x.shape[1] == 1:
+        return x, (row, 0)
+    x = x.contiguous()
+    return x, (x.stride(0), x.stride(1))

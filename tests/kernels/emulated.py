@@ -144,6 +144,8 @@ class Machine:
         self.eager = self.random.choice((0.1, 0.5, 0.9))  # of copies: how soon they are there
         self.program = self.programs = 0
         self.copies: list[Any] = []
+        self.groups: Groups | None = None
+        """Of copies that threads make themselves, in kernels that have such."""
         self.loads: Counter[tuple[int, int, int]] = Counter()
         """How often a program loaded a block, by program, tensor and row."""
         self.main = threading.Semaphore(0)
@@ -158,6 +160,7 @@ class Machine:
         for self.program in range(programs):
             kernel(*arguments, **constants)
             assert not self.copies, "a load that nobody waited for"
+            assert not self.groups or not any(self.groups.groups), "a copy that nobody waited for"
             behind()
 
     def specialize(self, parts, warps, registers) -> None:
@@ -370,7 +373,7 @@ def kernel(name: str, machine: Machine) -> Any:
         return None
 
     module = next(m for m in (forward_long, backward_few, backward_long, persistent) if hasattr(m, name))
-    groups = Groups() if module in (backward_few, persistent) else None
+    groups = machine.groups = Groups() if module in (backward_few, persistent) else None
     layouts = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout", "SwizzledSharedLayout")
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, nothing),

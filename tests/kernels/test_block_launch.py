@@ -84,6 +84,31 @@ def test_others_get_a_program_for_each_block(started: Started, options: dict[str
     assert all(launch.constants["num_warps"] == 2 for launch, *_ in started)
 
 
+@pytest.mark.parametrize("odd", range(4))
+def test_an_odd_address_of_any_tensor(started: Started, odd: int) -> None:
+    rows = sum(LENGTHS)
+    given = [torch.zeros(rows * 512 + 4, dtype=torch.bfloat16)[4 * (i == odd) :][: rows * 512] for i in range(4)]
+    q, k, v, grad = (x.view(rows, 2, 256) for x in given)
+    rest: tuple[Any, ...] = (offsets_from_lengths(torch.tensor(LENGTHS)), None, None, 0.1)
+    with memory_tuning.forced("block_forward", TUNED):
+        block_triton.forward(q, k, v, *rest)
+    with memory_tuning.forced("block_backward", {**TUNED, "PLACES": 2}):
+        block_triton.backward(grad, q, k, v, *rest)
+    forward, backward = (launch._kernel for launch, *_ in started)
+    assert forward is (persistent.forward_kernel if odd == 3 else block_triton.forward_kernel)
+    assert backward is block_triton.backward_kernel
+
+
+def test_heads_that_are_not_within_rows_are_copied(started: Started) -> None:
+    """Their stride times a head would leave 32 bits long before the tensor's own elements do."""
+    q, k, v = torch.zeros(3, 2, sum(LENGTHS), 256, dtype=torch.bfloat16).transpose(1, 2)
+    with memory_tuning.forced("block_forward", TUNED):
+        block_triton.forward(q, k, v, offsets_from_lengths(torch.tensor(LENGTHS)), None, None, 0.1)
+    ((_, _, tensors, _, strides),) = started
+    assert strides == (512, 256) * 3
+    assert tensors[0] is not None and tensors[0].is_contiguous()
+
+
 def test_shared_keys(started: Started) -> None:
     """Forward only: backward, a program adds up what query heads give to a key head."""
     run(TUNED, key_heads=1)

@@ -15,7 +15,7 @@ from kernels.common.backward_few import backward_few
 from kernels.common.launch import Call
 from kernels.jagged import offsets_from_lengths
 
-LENGTHS, KEYS = [3, 0, 70, 1, 130], [5, 64, 0, 1, 33]
+LENGTHS, KEYS = [3, 0, 170, 1, 230], [5, 64, 0, 1, 33]
 
 Started = list[tuple[launcher.Variant, int, tuple[Tensor | None, ...], tuple[float, ...]]]
 
@@ -92,13 +92,22 @@ def test_dense_keys_and_learned_queries(started: Started) -> None:
 
 def test_the_part_of_a_gradient_is_of_its_type_but_for_fp16(started: Started) -> None:
     keys = torch.zeros(5, 129, 2, 128, dtype=torch.bfloat16)
-    learned = Call(rows(20), keys, keys, None, None, "silu", 1.0, 1.0, False, -1, -1)
-    launch.backward(learned, rows(100), None, None)
+    learned = Call(rows(70), keys, keys, None, None, "silu", 1.0, 1.0, False, -1, -1)
+    launch.backward(learned, rows(350), None, None)
     half = packed(bound=256, dtype=torch.float16)
     launch.backward(half, torch.zeros_like(half.q), None, None, {"BLOCK_Q": 64, "KEYS": 128, "num_warps": 8})
-    for (_, _, tensors, _), tiles in zip(started, (100 // 64 + 5, sum(LENGTHS) // 64 + 5), strict=True):
+    for (_, _, tensors, _), tiles in zip(started, (350 // 64 + 5, sum(LENGTHS) // 64 + 5), strict=True):
         part = tensors[5]
         assert part is not None and (part.numel(), part.dtype) == (tiles * 2 * 64 * 128, torch.float32)
+
+
+@pytest.mark.parametrize(("learned", "few"), [(65, True), (64, False), (3, False)])
+def test_keys_in_two_blocks_want_enough_queries(started: Started, learned: int, few: bool) -> None:
+    """What is kept between the blocks takes whole tiles: 64 times the room of the gradient for a query a sequence."""
+    keys = torch.zeros(5, 129, 2, 128, dtype=torch.bfloat16)
+    call = Call(rows(learned), keys, keys, None, None, "silu", 1.0, 1.0, False, -1, -1)
+    launch.backward(call, rows(5 * learned), None, None)
+    assert [variant._kernel is backward_few for variant, *_ in started] == [few]
 
 
 def test_a_gradient_at_an_odd_address_is_copied(started: Started) -> None:

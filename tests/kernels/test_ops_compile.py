@@ -211,15 +211,17 @@ def test_movement_has_wide_accesses(name: str, constants: dict[str, Any], arch: 
         assert resources(compiled)["stack"] == 0
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize(("arch", "warps"), [(90, 4), (90, 1), (100, 4)])
 @pytest.mark.parametrize("constants", SUMS)
-def test_sums_have_wide_accesses(constants: dict[str, Any], arch: int) -> None:
-    config = {**sums_triton.default(128), **constants, "ROUNDS": 2, "WIDTH": 128, "BLOCK": 128}
+def test_sums_have_wide_accesses(constants: dict[str, Any], arch: int, warps: int) -> None:
+    fixed = {"ROUNDS": 2, "WIDTH": 128, "BLOCK": 128, "num_warps": warps}
+    config = {**sums_triton.default(128), **constants, **fixed}
     compiled = build(sums_triton.sum_kernel, config, arch, torch.bfloat16, num_warps=config.pop("num_warps"))
     text = compiled.asm["ptx"]
     assert "ld.global.v4" in text, "rows are read 16 bytes at a time"
     if "ENDED" not in constants:
-        assert "atom.global.gpu.acq_rel.add" in text
+        store, count = text.index("st.global"), text.index("atom.global.gpu.acq_rel.add")
+        assert store < text.index("bar.sync", store) < count, "all threads have written before one says so"
         assert "ld.global.cg" in text, "what other programs wrote is not read from L1"
     if arch == 90:
         assert resources(compiled)["stack"] == 0
