@@ -250,14 +250,20 @@ def test_tables_and_picture() -> None:
     assert picture(found).startswith("<svg")
 
 
-@pytest.mark.parametrize(
-    ("name", "config"), [("kuairand", AblationsConfig), ("long-histories", AblationsConfig), ("scaling", ScalingConfig)]
-)
-def test_presets_of_studies_are_configs(name: str, config: type, tmp_path: Path, small: dict[str, Any]) -> None:
-    study = parse_config(config, ["--config", f"studies/{name}", "--dataset", "-", "--out", "-"], name=name)
+STUDIES = {
+    "kuairand": AblationsConfig,
+    "long-histories": AblationsConfig,
+    "scaling": ScalingConfig,
+    "two-streams": AblationsConfig,
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_presets_of_studies_are_configs(name: str, tmp_path: Path, small: dict[str, Any]) -> None:
+    study = parse_config(STUDIES[name], ["--config", f"studies/{name}", "--dataset", "-", "--out", "-"], name=name)
     variants = study.variants if isinstance(study, AblationsConfig) else {"dnn": study.dnn, **study.sizes}
     plan(variants, [0], **{**small, "preset": study.preset, "common": study.options, "out": tmp_path})
-    assert {path.stem for path in (PRESETS / "studies").glob("*.yaml")} == {"kuairand", "long-histories", "scaling"}
+    assert {path.stem for path in (PRESETS / "studies").glob("*.yaml")} == set(STUDIES)
 
 
 @pytest.mark.slow  # 32 configs and models: ten seconds
