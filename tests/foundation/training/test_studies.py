@@ -251,6 +251,7 @@ def test_tables_and_picture() -> None:
 
 
 STUDIES = {
+    "blocks": AblationsConfig,
     "kuairand": AblationsConfig,
     "long-histories": AblationsConfig,
     "scaling": ScalingConfig,
