@@ -121,9 +121,9 @@ def host_times(call: Callable[[], object], rounds: int = 9, count: int = 200) ->
     return found
 
 
-def copy_bandwidth() -> float:
-    """GB/s, read plus written, of a device copy of a gigabyte."""
-    a = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
+def copy_bandwidth(size: int = 2**30) -> float:
+    """GB/s, read plus written, of a device copy of ``size`` bytes."""
+    a = torch.empty(size, dtype=torch.int8, device="cuda").random_()
     b = torch.empty_like(a)
     return 2 * a.numel() / milliseconds(lambda: b.copy_(a)) / 1e6
 

@@ -24,28 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kernels.block_attention.reference import BLOCK as _BLOCK
 from kernels.common.async_rows import copy_rows, write_rows
+from kernels.common.sequence_search import find_sequence
 
 BLOCK = gl.constexpr(_BLOCK)
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _find(OFFSETS, B, tile, ROUNDS: gl.constexpr):
-    """The sequence that ``tile`` belongs to: ``sequences.find_sequence`` with a layout."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lane = gl.arange(0, 32, layout=LANES)
-    low = tile * 0
-    span = B
-    for _ in gl.static_range(ROUNDS):
-        step = (span + 31) // 32
-        index = low + lane * step
-        inside = index < low + span
-        first = gl.load(OFFSETS + index, mask=inside, other=0) // BLOCK + index
-        count = gl.sum((inside & (first <= tile)).to(gl.int32), 0)
-        end = low + span
-        low = low + (count - 1) * step
-        span = gl.minimum(step, end - low)
-    return low
 
 
 @gluon.jit
@@ -92,7 +74,7 @@ def _begin(OFFSETS, B, blocks, HEADS: gl.constexpr, ROUNDS: gl.constexpr):
     left = ((program + 1) * blocks * HEADS // programs).to(gl.int32) - low
     h = low % HEADS
     tile = low // HEADS
-    b = _find(OFFSETS, B, tile, ROUNDS)
+    b = find_sequence(OFFSETS, B, tile, BLOCK, gl.num_warps(), ROUNDS)
     first = gl.load(OFFSETS + b)
     end = gl.load(OFFSETS + b + 1)
     return _real(OFFSETS, left, h, tile, b, first, end, HEADS)

@@ -65,14 +65,20 @@ def _half_risen(x, u, FAST: tl.constexpr):
 
 
 @triton.jit
+def _positive(x):
+    """``max(x, 0)``; NaN stays, as in PyTorch: what is wrong with a row must show."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(x, ACT: tl.constexpr, FAST: tl.constexpr):
     """``act(x)`` for a name in ``kernels.gdpa.ACTIVATIONS``; float32."""
     if ACT == "identity":
         return x
     elif ACT == "relu":
-        return tl.maximum(x, 0.0)
+        return _positive(x)
     elif ACT == "relu2":
-        r = tl.maximum(x, 0.0)
+        r = _positive(x)
         return r * r
     elif ACT == "silu":
         return _half_risen(x, 0.5 * x, FAST)
@@ -98,9 +104,9 @@ def activate_with_slope(x, ACT: tl.constexpr, FAST: tl.constexpr):
     if ACT == "identity":
         return x, x * 0.0 + 1.0
     elif ACT == "relu":
-        return tl.maximum(x, 0.0), tl.where(x > 0, 1.0, 0.0)
+        return _positive(x), tl.where(x > 0, 1.0, 0.0)
     elif ACT == "relu2":
-        r = tl.maximum(x, 0.0)
+        r = _positive(x)
         return r * r, 2.0 * r
     elif ACT == "silu":
         if FAST:
@@ -123,8 +129,8 @@ def activate_with_slope(x, ACT: tl.constexpr, FAST: tl.constexpr):
             return y, s + (y - y * s) * (2.0 * slope)
     else:
         tl.static_assert(ACT == "hardswish")
-        slope = tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, 1.0, x * (1.0 / 3.0) + 0.5))
-        return x * tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0), slope
+        r = tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0)
+        return x * r, tl.where(tl.abs(x) >= 3.0, r, x * (1.0 / 3.0) + 0.5)
 
 
 @triton.jit

@@ -16,29 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from kernels.common.sequence_search import find_sequence
+
 ROWS = gl.constexpr(64)
 """Rows of a group; a tile has twice as many."""
 SLOTS = gl.constexpr(4)
 """Places of tiles that are known ahead."""
-
-
-@gluon.jit
-def _find(Offsets, B, tile, ROUNDS: gl.constexpr):
-    """``sequences.find_sequence`` for tiles of ``2 ROWS``, by one warp."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, layout=LANES)
-    low = tile * 0
-    span = B
-    for _ in gl.static_range(ROUNDS):
-        step = (span + 31) // 32
-        index = low + lane * step
-        inside = index < low + span
-        first = gl.load(Offsets + index, mask=inside, other=0).to(gl.int32) // (2 * ROWS) + index
-        count = gl.sum((inside & (first <= tile)).to(gl.int32), 0)
-        end = low + span
-        low = low + (count - 1) * step
-        span = gl.minimum(step, end - low)
-    return low
 
 
 @gluon.jit
@@ -178,7 +161,7 @@ def schedule(
             if part < odd:
                 tiles += 1
     while tile < tiles:
-        b = _find(Own, B, tile, ROUNDS)
+        b = find_sequence(Own, B, tile, 2 * ROWS, 1, ROUNDS)
         row = gl.load(Own + b).to(gl.int32)
         rows = gl.load(Own + b + 1).to(gl.int32) - row
         if DENSE:

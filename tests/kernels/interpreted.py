@@ -165,7 +165,9 @@ def activations() -> None:
         tl.store(Y + N + i, activate(x, ACT, FAST))
 
     points = torch.linspace(-12, 12, 4096)
-    points[:2] = torch.tensor([0.0, 3.0])
+    kinks = torch.tensor([-3.0, 3.0])
+    points[0] = 0.0
+    points[1:7] = torch.cat([kinks, torch.nextafter(kinks, -kinks), torch.nextafter(kinks, 2 * kinks)])
     for name, (fast, less) in product(gdpa_reference.ACTIVATIONS, ((False, False), (True, False), (True, True))):
         y, slope = torch.empty(2, 4096), torch.empty(4096)
         values[(1,)](points, y, slope, name, fast, less, 4096)
@@ -177,6 +179,8 @@ def activations() -> None:
         assert y[0, 0] == 0, name
         assert ((y[0] - want).abs() / (1 + want.abs())).max() < value_error, name
         assert ((slope - want_slope).abs() / (1 + want_slope.abs())).max() < slope_error, name
+        values[(1,)](torch.full((4096,), torch.nan), y, slope, name, fast, less, 4096)
+        assert y.isnan().all(), name
 
 
 if __name__ == "__main__":

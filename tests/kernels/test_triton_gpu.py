@@ -278,6 +278,8 @@ def test_fast_activations_keep_their_stated_error(name: str) -> None:
     assert y[0] == 0
     assert ((y - want).abs() <= off * size / 2 + 3e-5 * fit + 2e-6 * (1 + size**2)).all()
     assert ((slope - want_slope).abs() <= off * (0.5 + size * rise) + 1e-4 * fit + 2e-6 * (1 + size)).all()
+    fast_activation[(64,)](torch.full_like(x, torch.nan), y, slope, name)
+    assert y.isnan().all()
 
 
 def test_gdpa_window_and_learned_queries() -> None:
