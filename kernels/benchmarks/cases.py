@@ -121,6 +121,11 @@ def host_times(call: Callable[[], object], rounds: int = 9, count: int = 200) ->
     return found
 
 
+def runs_kernels_by_hand() -> bool:
+    """Whether kernels scheduled by hand, which are written for Hopper, run on this GPU."""
+    return torch.cuda.get_device_capability()[0] == 9
+
+
 def copy_bandwidth(size: int = 2**30) -> float:
     """GB/s, read plus written, of a device copy of ``size`` bytes."""
     a = torch.empty(size, dtype=torch.int8, device="cuda").random_()

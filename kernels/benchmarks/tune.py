@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.benchmarks.cases import Case, Inputs, make, milliseconds
+from kernels.benchmarks.cases import Case, Inputs, make, milliseconds, runs_kernels_by_hand
 from kernels.common import launch, tuning
 from kernels.common.launch import Call, Config
 from kernels.gdpa import reference as gdpa_reference
@@ -109,8 +109,8 @@ def candidates(case: Case) -> dict[str, list[Config]]:
 
 
 def by_hand(case: Case, plain: dict[str, Config]) -> dict[str, list[Config]]:
-    """Kernels scheduled by hand that may win against the best plain ones."""
-    if case.width not in (64, 128):
+    """Kernels scheduled by hand that may win against the best plain ones, where they run."""
+    if case.width not in (64, 128) or not runs_kernels_by_hand():
         return {}
     few = case.keys if case.window < 0 else 0
     found: dict[str, list[Config]] = {}

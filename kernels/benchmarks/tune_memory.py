@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from kernels.benchmarks.bandwidth import packed_lengths
-from kernels.benchmarks.cases import milliseconds
+from kernels.benchmarks.cases import milliseconds, runs_kernels_by_hand
 from kernels.benchmarks.jagged import CASES, COPIES
 from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_kernels
@@ -107,7 +107,7 @@ STAYING: dict[tuple[bool, int], list[Config]] = {
 
 def runs_here(config: Config) -> bool:
     """Whether it can on this GPU: programs that stay are written for Hopper."""
-    return "STAY" not in config or torch.cuda.get_device_capability()[0] == 9
+    return "STAY" not in config or runs_kernels_by_hand()
 
 
 def candidates(job: Job) -> list[Config]:

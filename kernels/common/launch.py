@@ -284,8 +284,8 @@ def table_key(kernel: str, signature: Signature) -> str:
 
 def _config(kernel: str, signature: Signature) -> Config:
     width = max(signature.width, signature.value_width)
-    device = tuning.device_name(signature.device)
-    return tuning.choose(kernel, device, signature.dtype, width, signature.queries, signature.keys)
+    names = tuning.row_names(signature.device)
+    return tuning.choose(kernel, names, signature.dtype, width, signature.queries, signature.keys)
 
 
 @cache

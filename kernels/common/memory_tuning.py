@@ -1,7 +1,8 @@
 """Tuned configurations of the kernels that memory bounds: block attention, jagged movement, norms.
 
 ``memory_tuned.json`` ships with the package: what ``python -m kernels.benchmarks.tune_memory`` found fastest among
-configurations whose results it had checked first. A shape that is not there takes the nearest, or the kernel's default.
+configurations whose results it had checked first. A shape that is not there takes the nearest, or the kernel's default;
+a GPU that is not there, rows of one with the same multiprocessors (``tuning.row_names``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from kernels.common.tuning import device_name
+from kernels.common.tuning import row_names
 
 TUNED = Path(__file__).with_name("memory_tuned.json")
 
@@ -60,7 +61,8 @@ def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, leng
     """
     if kernel in _FORCED:
         return _FORCED[kernel]
-    return _find(kernel, device_name(device), dtype, bucket(width), bucket(length))
+    found = (_find(kernel, name, dtype, bucket(width), bucket(length)) for name in row_names(device))
+    return next(filter(None, found), None)
 
 
 def bucket(number: int) -> int:

@@ -2,7 +2,7 @@
 
 ``tuned.json`` ships with the package: what ``python -m kernels.benchmarks.tune`` found fastest among configurations
 whose results it had checked first. A shape that is not in it runs with the defaults here, so nothing is ever tuned
-inside a user's process.
+inside a user's process. A GPU without rows of its own runs with those of one that has the same multiprocessors.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ SHORT_FORWARD = 256
 SHORT_BACKWARD = 256
 """Most keys per sequence of the backward kernel that goes over all of them in one program."""
 
+STAND_INS = {(9, 0): "NVIDIA H200"}
+"""By compute capability, the GPU whose rows serve others with the same multiprocessors: H100, GH200, H200 NVL."""
+
 _TUNED = Path(__file__).with_name("tuned.json")
 
 
-def choose(kernel: str, device: str, dtype: torch.dtype, width: int, q_length: int, kv_length: int) -> dict[str, Any]:
+def choose(
+    kernel: str, devices: tuple[str, ...], dtype: torch.dtype, width: int, q_length: int, kv_length: int
+) -> dict[str, Any]:
     """The configuration of one launch.
 
     Args:
         kernel: ``forward_`` or ``backward_`` and ``short``, ``general``, ``softmax``, ``general_window`` or
             ``softmax_window``; with ``_plain`` for tensors that no kernel scheduled by hand takes.
-        device: ``device_name`` of the tensors' device.
+        devices: ``row_names`` of the tensors' device.
         width: head width. q_length: mean number of queries. kv_length: mean or largest number of keys that a query
             sees.
     """
-    return _choose(kernel, device, str(dtype).removeprefix("torch."), width, bucket(q_length), bucket(kv_length))
+    return _choose(kernel, devices, str(dtype).removeprefix("torch."), width, bucket(q_length), bucket(kv_length))
 
 
 def bucket(length: int) -> int:
@@ -55,6 +60,16 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
+def row_names(device: torch.device) -> tuple[str, ...]:
+    """Names of the GPUs whose rows a device runs with, the first that has any: its own, then its stand-in's."""
+    name = device_name(device)
+    if device.type != "cuda":
+        return (name,)
+    stand_in = STAND_INS.get(torch.cuda.get_device_capability(device), name)
+    return (name,) if stand_in == name else (name, stand_in)
+
+
+@cache
 def tuned() -> dict[str, dict[str, Any]]:
     """The shipped table."""
     if not _TUNED.exists():
@@ -63,11 +78,15 @@ def tuned() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _choose(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> dict[str, Any]:
-    found = tuned().get(key(kernel, device, dtype, width, q_bucket, kv_bucket))
-    if found is None:
-        found = _nearest(kernel, device, dtype, width, q_bucket, kv_bucket)
-    return found or default(kernel, dtype, width, kv_bucket)
+def _choose(
+    kernel: str, devices: tuple[str, ...], dtype: str, width: int, q_bucket: int, kv_bucket: int
+) -> dict[str, Any]:
+    for device in devices:
+        found = tuned().get(key(kernel, device, dtype, width, q_bucket, kv_bucket))
+        found = found or _nearest(kernel, device, dtype, width, q_bucket, kv_bucket)
+        if found is not None:
+            return found
+    return default(kernel, dtype, width, kv_bucket)
 
 
 def _nearest(kernel: str, device: str, dtype: str, width: int, q_bucket: int, kv_bucket: int) -> dict[str, Any] | None:

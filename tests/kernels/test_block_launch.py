@@ -26,7 +26,7 @@ TUNED = {"STAY": 2, "num_warps": 4, "plain": {"num_warps": 2}}
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found: Started = []
     monkeypatch.setattr(launcher.Launch, "start", lambda *arguments: found.append(arguments))
-    monkeypatch.setattr(memory_tuning, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(memory_tuning, "row_names", lambda device: ("NVIDIA H200",))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
     return found
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.benchmarks.cases import runs_kernels_by_hand
 from kernels.benchmarks.tune import few_keys
 from kernels.common import launch
 from kernels.common.launch import Call
@@ -81,7 +82,7 @@ def test_dense_keys_through_the_op(width: int, keys: int, learned: bool) -> None
     (q, _, _), offsets = packed(asked if learned else LENGTHS, 4, width, torch.bfloat16, 0)
     where = None if learned else offsets
     k, v = (torch.randn(len(LENGTHS), keys, 2, width, device="cuda").mul_(0.5).bfloat16() for _ in range(2))
-    if "H200" in torch.cuda.get_device_name():
+    if runs_kernels_by_hand():
         call = Call(q, k, v, where, None, "silu", 0.3, 0.5, False, -1, -1)
         assert chosen(call)["KEYS"] == (64 if keys <= 64 else 128)
 

@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     def start(variant: launcher.Variant, programs: int, tensors: Any, numbers: Any) -> None:
         found.append((variant, programs, tensors, numbers))
 
-    monkeypatch.setattr(tuning, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(tuning, "row_names", lambda device: ("NVIDIA H200",))
     monkeypatch.setattr(launch, "_backward_plans", launch._backward_plans.__wrapped__)
     monkeypatch.setattr(launcher.Variant, "start", start)
     return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.benchmarks.cases import runs_kernels_by_hand
 from kernels.common import launch
 from kernels.common.launch import Call
 from kernels.common.requests import request_offsets
@@ -32,7 +33,7 @@ class Case:
     Args:
         queries: most of an impression; 0: as many as its request has keys.
         keys: most of a request. dense: all have so many. bounded: the op is told that none has more.
-        by_hand: passes that kernels scheduled by hand do on an H200, by head width.
+        by_hand: passes that kernels scheduled by hand do on Hopper, by head width.
     """
 
     act: str
@@ -172,7 +173,7 @@ def test_shared_keys(name: str, width: int) -> None:
     case = CASES[name]
     batch = make(case, width, torch.bfloat16)
     compare(case, batch)
-    if "H200" in torch.cuda.get_device_name():
+    if runs_kernels_by_hand():
         passes = dict(case.by_hand).get(width, "")
         forward, backward = by_hand(case, batch)
         assert forward or passes not in ("forward", "both")

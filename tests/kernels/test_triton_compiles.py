@@ -88,9 +88,9 @@ CASES = [
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize(("kernel", "family", "act", "width", "keys"), CASES)
 def test_kernel_compiles_and_fits(kernel: str, family: str, act: str, width: int, keys: int, arch: int) -> None:
-    config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, width, 512, keys)
+    config = tuning.choose(family, ("NVIDIA H200",), torch.bfloat16, width, 512, keys)
     if {"OVERLAP", "BUFFERS", "KEPT", "KEYS"} & {*config, *config.get("query", {})}:  # scheduled by hand: tested below
-        config = tuning.choose(f"{family}_plain", "NVIDIA H200", torch.bfloat16, width, 512, keys)
+        config = tuning.choose(f"{family}_plain", ("NVIDIA H200",), torch.bfloat16, width, 512, keys)
     if kernel == "backward_q":
         config = config["query"]
     if kernel == "backward_kv":
@@ -165,7 +165,7 @@ def test_backward_of_few_keys_compiles_for_hopper(
 ) -> None:  # fmt: skip
     """As it is tuned: so many programs have room on a multiprocessor, and little is spilled."""
     name = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    config = tuning.choose("backward_short", "NVIDIA H200", name, width, 512, keys)
+    config = tuning.choose("backward_short", ("NVIDIA H200",), name, width, 512, keys)
     assert config["KEYS"] == min(keys, 128)
     compiled = build("backward_few", {**config, "SEVERAL": keys > 128}, act, width, 90, dtype)
     used = resources(compiled)
@@ -189,7 +189,7 @@ def test_backward_of_few_keys_compiles_for_hopper(
 def test_long_kernels_with_a_window_have_room_for_what_stays(kernel: str, act: str, stack: int) -> None:
     """Two sides of 128 keys: the tuned rows have blocks for all that a tile and the next share."""
     family = f"{kernel.split('_')[0]}_{'softmax' if act == 'softmax' else 'general'}_window"
-    config = tuning.choose(family, "NVIDIA H200", torch.bfloat16, 128, 1024, 257)
+    config = tuning.choose(family, ("NVIDIA H200",), torch.bfloat16, 128, 1024, 257)
     config = config["query"] if kernel == "backward_long_q" else {k: x for k, x in config.items() if k != "query"}
     assert config["STAGES"] * 64 >= 2 * 128 and config.get("BLOCK_KV", 64) == 64
     compiled = build(kernel, {**config, "WINDOW": True}, act, 128, 90)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from kernels.benchmarks import tune, tune_memory
 from kernels.benchmarks.cases import Case, Inputs
-from kernels.common import memory_tuning
+from kernels.common import memory_tuning, tuning
 from kernels.gdpa import reference as gdpa_reference
 from kernels.jagged import offsets_from_lengths, tables_triton
 from kernels.jagged import reference as jagged_reference
@@ -194,3 +195,49 @@ def test_two_tables_take_the_row_of_their_tile(
         assert (sums.constants["ROWS"], sums.constants["BLOCK"]) == (128, columns)
     finally:
         memory_tuning._forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "names"),
+    [
+        ("NVIDIA H200", (9, 0), ("NVIDIA H200",)),
+        ("NVIDIA H100 80GB HBM3", (9, 0), ("NVIDIA H100 80GB HBM3", "NVIDIA H200")),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), ("NVIDIA A100-SXM4-80GB",)),
+        ("NVIDIA B200", (10, 0), ("NVIDIA B200",)),
+    ],
+)
+def test_a_gpu_runs_with_rows_of_one_with_the_same_multiprocessors(
+    name: str, capability: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tuning.row_names.__wrapped__(torch.device("cuda", 0)) == names
+    assert tuning.row_names.__wrapped__(torch.device("cpu")) == (name,)
+
+
+def test_own_rows_come_before_those_of_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = {"BLOCK_Q": 64, "num_warps": 2}, {"BLOCK_Q": 128, "num_warps": 8}
+    attention = {
+        tuning.key("forward_general", "own", "bfloat16", 128, 64, 64): own,
+        tuning.key("forward_general", "other", "bfloat16", 128, 1024, 1024): other,
+        tuning.key("forward_softmax", "other", "bfloat16", 128, 1024, 1024): other,
+    }
+    monkeypatch.setattr(tuning, "tuned", lambda: attention)
+    choose = partial(
+        tuning._choose.__wrapped__, devices=("own", "other"), dtype="bfloat16", q_bucket=512, kv_bucket=512
+    )
+    assert choose("forward_general", width=128) == own
+    assert choose("forward_softmax", width=128) == other
+    assert choose("forward_softmax", width=64) == tuning.default("forward_softmax", "bfloat16", 64, 512)
+    memory = {
+        memory_tuning.key("sum", "own", torch.bfloat16, 64, 8): own,
+        memory_tuning.key("sum", "other", torch.bfloat16, 256, 8): other,
+        memory_tuning.key("pad_kernel", "other", torch.bfloat16, 256, 1): other,
+    }
+    monkeypatch.setattr(memory_tuning, "tuned", lambda: memory)
+    monkeypatch.setattr(memory_tuning, "row_names", lambda device: ("own", "other"))
+    monkeypatch.setattr(memory_tuning, "_find", memory_tuning._find.__wrapped__)
+    find = partial(memory_tuning.find, device=torch.device("cpu"), dtype=torch.bfloat16, width=256)
+    assert find("sum", length=8) == own
+    assert find("pad_kernel", length=1) == other
+    assert find("norm_forward", length=1) is None
