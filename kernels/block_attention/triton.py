@@ -257,7 +257,9 @@ def _start(
     strides: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Starts a kernel of ``shape``: query heads, key heads, width, columns; ``heads``: those that programs share."""
-    q, batch = tensors[0], tensors[-3].shape[0] - 1
+    *heads_of, offsets, positions, frequencies = tensors
+    q, batch = tensors[0], offsets.shape[0] - 1
+    tensors = (*heads_of, offsets.contiguous(), positions, frequencies)
     wide = shape[2] in STAYS and functools.reduce(operator.or_, strides, _addresses(*tensors[:4])) & 15 == 0
     launch, stay = _launch(kernel, q.device, q.dtype, *shape, rounds(batch), BLOCK, wide)
     blocks = total // BLOCK + batch

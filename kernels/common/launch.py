@@ -108,20 +108,20 @@ class Call:
         # Triton would compile an int of 1 into the kernel, and a bool as a bit, and others would be started with that.
         self.logit, self.factor = float(self.logit), float(self.factor)
         self.window, self.max_kv = int(self.window), int(self.max_kv)
-        if self.kv_offsets is None:
-            self.max_kv = self.k.shape[1]
+        if self.q_offsets is not None:
+            self.q_offsets = self.q_offsets.contiguous()
+            self.batch = self.q_offsets.shape[0] - 1
+        if self.kv_offsets is not None:
+            self.kv_offsets = self.kv_offsets.contiguous()
+            self.batch = self.kv_offsets.shape[0] - 1
+        else:
+            self.batch, self.max_kv = self.k.shape[:2]
             self.k, self.v = self.k.flatten(0, 1), self.v.flatten(0, 1)
         self.q, q_steps = head_rows(self.q)
         self.k, k_steps = head_rows(self.k)
         self.v, v_steps = head_rows(self.v)
         self.strides = (*q_steps, *k_steps, *v_steps)
         self.q_shape, self.k_shape, self.v_width = self.q.shape, self.k.shape, self.v.shape[2]
-        if self.kv_offsets is not None:
-            self.batch = self.kv_offsets.shape[0] - 1
-        elif self.q_offsets is not None:
-            self.batch = self.q_offsets.shape[0] - 1
-        else:
-            self.batch = self.k_shape[0] // max(self.max_kv, 1)
         self.out_rows = self.q_shape[0] * (self.batch if self.q_offsets is None else 1)
 
     def numbers(self) -> tuple[float, ...]:

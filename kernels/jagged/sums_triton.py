@@ -83,7 +83,7 @@ def segment_total(values: Tensor, offsets: Tensor, order: Tensor | None, choices
         return out
     if values.numel() == 0:
         return out.zero_()
-    (x, stride), total = matrix(values), values.shape[0] * choices
+    (x, stride), total, offsets = matrix(values), values.shape[0] * choices, offsets.contiguous()
     if order is None and total <= SHORT * batch:
         return short_sum(x, stride, offsets, mean, out)
     length = memory_tuning.bucket(total // batch)

@@ -219,7 +219,7 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _pad(values: Tensor, offsets: Tensor, out: Tensor, real: Tensor | None, padding: float, right: bool) -> None:
     (x, stride), (batch, length) = matrix(values), out.shape[:2]
-    tensors, numbers = (x, out, real, offsets), (batch * length, length, float(padding))
+    tensors, numbers = (x, out, real, offsets.contiguous()), (batch * length, length, float(padding))
     _launch("pad_kernel", batch * length, x, tensors, numbers, (stride,), RIGHT=right)
 
 
@@ -234,8 +234,8 @@ def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Ten
     if out.numel():
         x = padded if padded.dim() == 3 else padded.reshape(batch, length, -1)
         x = x if x.stride(2) == 1 else x.contiguous()
-        numbers, strides = (batch, total, length), x.stride()[:2]
-        _launch("unpad_kernel", total, x, (x, out, offsets), numbers, strides, RIGHT=right, ROUNDS=rounds(batch))
+        tensors, numbers, strides = (x, out, offsets.contiguous()), (batch, total, length), x.stride()[:2]
+        _launch("unpad_kernel", total, x, tensors, numbers, strides, RIGHT=right, ROUNDS=rounds(batch))
     return out
 
 
@@ -307,7 +307,7 @@ def _spread(rows: Tensor, add: Tensor | None, offsets: Tensor, total: int, mean:
     if out.numel():
         (x, stride), batch = matrix(rows), offsets.shape[0] - 1
         more, more_stride = (None, 0) if add is None else matrix(add)
-        tensors, strides = (x, more, out, offsets), (stride, more_stride)
+        tensors, strides = (x, more, out, offsets.contiguous()), (stride, more_stride)
         _launch("spread_kernel", total, x, tensors, (batch, total), strides, MEAN=mean, ROUNDS=rounds(batch))
     return out
 
@@ -320,7 +320,7 @@ def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:
     out = a.new_empty(total, *a.shape[1:])
     if out.numel():
         (x, stride), (y, y_stride) = matrix(a), matrix(b)
-        tensors, strides = (x, y, out, a_offsets, offsets), (stride, y_stride)
+        tensors, strides = (x, y, out, a_offsets.contiguous(), offsets.contiguous()), (stride, y_stride)
         _launch("concat_kernel", total, x, tensors, (batch, total), strides, ROUNDS=rounds(batch))
     return out
 
@@ -333,7 +333,7 @@ def split(values: Tensor, a_offsets: Tensor, offsets: Tensor, a_rows: int) -> tu
     a, b = (values.new_empty(rows, *values.shape[1:]) for rows in (a_rows, total - a_rows))
     if values.numel():
         x, stride = matrix(values)
-        tensors = (x, a, b, a_offsets, offsets)
+        tensors = (x, a, b, a_offsets.contiguous(), offsets.contiguous())
         _launch("split_kernel", total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return a, b
 
@@ -345,7 +345,7 @@ def gather_sequences(values: Tensor, offsets: Tensor, index: Tensor, new_offsets
     out = values.new_empty(total, *values.shape[1:])
     if out.numel():
         (x, stride), count = matrix(values), index.shape[0]
-        tensors = (x, out, offsets, index.contiguous(), new_offsets)
+        tensors = (x, out, offsets.contiguous(), index.contiguous(), new_offsets.contiguous())
         _launch("sequences_kernel", total, x, tensors, (count, total), (stride,), ROUNDS=rounds(count))
     return out
 
@@ -361,7 +361,7 @@ def sum_sequences(
         if not rising:
             index, order = sort(index, batch)
         x, stride = matrix(grad)
-        tensors = (x, out, offsets, starts(index, batch), order, new_offsets)
+        tensors = (x, out, offsets.contiguous(), starts(index, batch), order, new_offsets.contiguous())
         _launch("copies_kernel", total, x, tensors, (batch, total), (stride,), ROUNDS=rounds(batch))
     return out
 

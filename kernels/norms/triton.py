@@ -188,6 +188,7 @@ def forward(
         x, step = matrix(x)
         residual, residual_step = (None, 0) if residual is None else matrix(residual)
         gate, gate_step = (None, 0) if gate is None else matrix(gate)
+        weight, bias = _whole(weight), _whole(bias)
         tensors = (x, residual, gate, weight, bias, y, z)
         launch.start(
             -(-rows // launch.constants["ROWS"]), tensors, (rows, float(eps)), (step, residual_step, gate_step)
@@ -221,12 +222,16 @@ def backward(
     grad, grad_step = matrix(grad)
     grad_z, grad_z_step = (None, 0) if grad_z is None else matrix(grad_z)
     gate, gate_step = (None, 0) if gate is None else matrix(gate)
-    tensors = (grad, grad_z, z, gate, weight, bias, dz, d_gate, partial)
+    tensors = (grad, grad_z, z, gate, _whole(weight), _whole(bias), dz, d_gate, partial)
     launch.start(programs, tensors, (rows, float(eps)), (grad_step, grad_z_step, step, gate_step))
     if weight is not None or bias is not None:
         sums = (None if weight is None else d_weight, None if bias is None else d_bias)
         finish.start(-(-width // FINISH["COLUMNS"]), (partial, *sums), (programs,))
     return dz, d_gate, d_weight, d_bias
+
+
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 @memory_tuning.plan

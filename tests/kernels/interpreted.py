@@ -17,10 +17,13 @@ from kernels.common.launch import Call, Config
 from kernels.gdpa import reference as gdpa_reference
 from kernels.gdpa import triton as gdpa_triton
 from kernels.jagged_attention import reference as softmax_reference
-from tests.kernels.unwritten import unwritten_is_nan
+from tests.kernels.unwritten import apart, unwritten_is_nan
 
 TOLERANCE = 2e-6
 """Relative, of float32 sums of at most 64 products against float64: some roundings of 6e-8."""
+
+_APART: set[object] = set()
+"""Activations that ``check`` has seen on tensors whose elements do not lie side by side."""
 
 Q_LENGTHS, KV_LENGTHS = [3, 0, 40, 1, 5, 2], [5, 4, 33, 0, 1, 37]
 
@@ -57,6 +60,13 @@ def check(
     one = Call(*call)  # type: ignore[arg-type]
     out, lse = launch.forward(one, config)
     gradients = launch.backward(one, grad, out if act == "softmax" else None, lse, back)
+    if act not in _APART:
+        _APART.add(act)
+        other = Call(*(apart(x) if isinstance(x, Tensor) else x for x in call))  # type: ignore[arg-type]
+        away, away_lse = launch.forward(other, config)
+        away_gradients = launch.backward(other, grad, away if act == "softmax" else None, away_lse, back)
+        for a, b in zip((out, *gradients), (away, *away_gradients), strict=True):
+            assert torch.equal(a, b)
     if act == "softmax":
         options = (q_offsets, kv_offsets, logit, causal, window)
         want_out, want_lse = softmax_reference.forward(*exact, *options)
@@ -127,6 +137,12 @@ def empty() -> None:
             gradients = gdpa_triton.backward(torch.randn_like(q), q, k, k, *where, "silu", 1.0, 1.0, -1, bound)
             assert out.shape == q.shape
             assert not any(x.any() for x in (out, *gradients))
+    learned, none = torch.randn(3, 2, 8), torch.randn(4, 0, 2, 8)
+    out = gdpa_triton.forward(learned, none, none, None, None, "silu", 1.0, 1.0, -1)
+    assert out.shape == (12, 2, 8)
+    gradients = gdpa_triton.backward(out, learned, none, none, None, None, "silu", 1.0, 1.0, -1)
+    assert [x.shape for x in gradients] == [learned.shape, none.shape, none.shape]
+    assert not any(x.any() for x in (out, *gradients))
 
 
 def leaks() -> None:
