@@ -105,6 +105,14 @@ STAYING: dict[tuple[bool, int], list[Config]] = {
 """Of block attention's programs that stay (``kernels/block_attention/persistent.py``), by backward and width."""
 
 
+GROUPED = {
+    64: [(3, 64, 64, 4, 4), (2, 64, 64, 6, 4), (2, 128, 64, 3, 4), (2, 128, 64, 5, 4)],
+    256: [(2, 64, 128, 4, 4), (2, 64, 128, 6, 4), (1, 64, 256, 4, 8), (1, 64, 256, 6, 8), (1, 32, 256, 8, 8)],
+}
+"""Of the pass over two tables that is scheduled by hand (``kernels/jagged/tables_hopper.py``), by width: ``STAY``,
+``TILE``, ``BLOCK``, ``STAGES`` and warps."""
+
+
 def runs_here(config: Config) -> bool:
     """Whether it can on this GPU: programs that stay are written for Hopper."""
     return "STAY" not in config or runs_kernels_by_hand()
@@ -137,11 +145,15 @@ def candidates(job: Job) -> list[Config]:
         shapes = [(64, 64, 4), (128, 64, 4), (64, 64, 8)]
         if job.width > 64:
             shapes = [(64, 128, 4), (128, 128, 4), (64, 64, 4), (64, 128, 8)]
+        shared = ("TILE", "BLOCK", "STAGES", "num_warps")
         return [
-            {"PROGRAMS": more, "ROWS": rows, "BLOCK": block, "STAGES": stages, "num_warps": warps}
-            for rows, block, warps in shapes
-            for more in (2, 3)
-            for stages in (2, 3)
+            *(
+                {"PROGRAMS": more, **dict(zip(shared, (tile, block, stages, warps), strict=True))}
+                for tile, block, warps in shapes
+                for more in (2, 3)
+                for stages in (2, 3)
+            ),
+            *({"STAY": stay, **dict(zip(shared, shape, strict=True))} for stay, *shape in GROUPED[job.width]),
         ]
     block = triton.next_power_of_2(job.width)
     if job.kernel == "short_sum":

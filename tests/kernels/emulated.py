@@ -1,12 +1,12 @@
 """Runs kernels scheduled by hand, as they are written, on the CPU: their warps as threads, their barriers by phases.
 
 What a Gluon kernel calls stands in for here, on NumPy arrays in float64, so that the functions of
-``kernels/common/forward_long.py``, ``backward_long.py`` and ``backward_few.py`` and of
-``kernels/block_attention/persistent.py`` run unchanged. Warps take turns at random wherever they meet a barrier, a load
-from global memory arrives at random, or when its group is waited for, with NaN in its place until then, and a product
-reads shared memory when it is waited for. So a slot that is let go too soon or read too early gives a wrong result, and
-warps that wait for each other are found. Layouts, registers and what one thread sees of another's stores are not looked
-at.
+``kernels/common/forward_long.py``, ``backward_long.py`` and ``backward_few.py``, of
+``kernels/block_attention/persistent.py`` and of ``kernels/jagged/tables_hopper.py`` run unchanged. Warps take turns at
+random wherever they meet a barrier, a load from global memory arrives at random, or when its group is waited for, with
+NaN in its place until then, and a product reads shared memory when it is waited for. So a slot that is let go too soon
+or read too early gives a wrong result, and warps that wait for each other are found. Layouts, registers and what one
+thread sees of another's stores are not looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton.language as tl
 
 from kernels.block_attention import persistent
 from kernels.common import async_rows, backward_few, backward_long, forward_long, long_tiles
+from kernels.jagged import tables_hopper
 
 
 def _checked(name: str) -> Any:
@@ -51,8 +52,11 @@ class Int(int):
 class Array(np.ndarray):
     """A tensor of a kernel."""
 
-    def to(self, dtype):
-        return self
+    def to(self, dtype, bitcast=False):
+        if self.dtype.kind != "i" or dtype not in ("int16", "int32"):
+            return self
+        half = 1 << int(dtype[3:]) - 1
+        return (self + half) % (2 * half) - half
 
 
 def array(x) -> Any:
@@ -79,22 +83,24 @@ class Pointer:
 class Shared:
     """Shared memory, or a part of it."""
 
-    def __init__(self, x: np.ndarray) -> None:
-        self.x, self.dtype, self.shape = x, "bf16", x.shape
+    def __init__(self, x: np.ndarray, groups: Groups | None = None) -> None:
+        self.x, self.dtype, self.shape, self.groups = x, "bf16", x.shape, groups
 
     def index(self, i):
-        return Shared(self.x[i])
+        return Shared(self.x[i], self.groups)
 
     def slice(self, start, length):
-        return Shared(self.x[start : start + length])
+        return Shared(self.x[start : start + length], self.groups)
 
     def permute(self, order):
-        return Shared(self.x.transpose(order))
+        return Shared(self.x.transpose(order), self.groups)
 
     def store(self, value):
         self.x[...] = value
 
     def load(self, layout):
+        if self.groups is not None:
+            self.groups.read.append(self.x)
         return array(self.x.copy())
 
 
@@ -307,6 +313,11 @@ def _shared(dtype, shape, layout):
     return Shared(np.zeros(shape, int) if dtype == "int32" else np.full(shape, np.nan))
 
 
+def _nothing(x):
+    """What stands where nothing was written: as a row, none that there is."""
+    return 2**31 - 2 if x.dtype.kind == "i" else np.nan
+
+
 class Groups:
     """Copies that a program's threads make themselves (``cp.async``) and wait for in groups.
 
@@ -325,8 +336,8 @@ class Groups:
         on_their_way = [other.x for group in self.groups for other, _ in group]
         assert not any(np.may_share_memory(tile.x, x) for x in self.read), "another warp may still read what was there"
         assert not any(np.may_share_memory(tile.x, x) for x in on_their_way), "either copy may come last"
-        tile.x[...] = np.nan
-        self.groups[-1].append((tile, _load(pointer, mask, 0.0)))
+        tile.x[...] = _nothing(tile.x)
+        self.groups[-1].append((tile, _load(pointer, mask, 0)))
 
     def commit(self):
         self.groups.append([])
@@ -341,7 +352,9 @@ class Groups:
         self.there, self.read = [], []
 
     def shared(self, dtype, shape, layout, value=None):
-        tile = Shared(np.full(shape, np.nan))
+        x = np.zeros(shape, int if dtype == "int64" else float)
+        x[...] = _nothing(x)
+        tile = Shared(x, self)
         if value is not None:
             self.there.append((tile, value.copy()))
         return tile
@@ -362,8 +375,21 @@ def _silu_with_slope(x, act, fast):
     return _silu(x, act, fast), array(gate * (1 + x * (1 - gate)))
 
 
-def _turn(text, constraints, arguments, dtype, is_pure, pack):
-    return array({"cos": np.cos, "sin": np.sin}[text[:3]](arguments[0]))
+def _assembly(text, constraints, arguments, dtype, is_pure, pack):
+    """What a text of assembly does, by its first letters."""
+    return array(
+        {
+            "cos": np.cos,
+            "sin": np.sin,
+            "set": lambda a, b: (a % 65536 == b).astype(float),
+            "pop": lambda x: np.bitwise_count(x).astype(int),
+            "{ .": lambda bit: np.broadcast_to(_votes(bit), bit.shape),
+        }[text[:3]](*arguments)
+    )
+
+
+def _votes(bit):
+    return ((bit != 0).astype(int) << np.arange(32)).sum(-1, keepdims=True)
 
 
 def kernel(name: str, machine: Machine) -> Any:
@@ -372,14 +398,14 @@ def kernel(name: str, machine: Machine) -> Any:
     def nothing(*_, **__):
         return None
 
-    module = next(m for m in (forward_long, backward_few, backward_long, persistent) if hasattr(m, name))
-    groups = machine.groups = Groups() if module in (backward_few, persistent) else None
+    module = next(m for m in (forward_long, backward_few, backward_long, persistent, tables_hopper) if hasattr(m, name))
+    groups = machine.groups = Groups() if module in (backward_few, persistent, tables_hopper) else None
     layouts = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DotOperandLayout", "SwizzledSharedLayout")
     gl = SimpleNamespace(
         **dict.fromkeys(layouts, nothing),
-        **{name: name for name in ("int32", "int64", "float32", "float16")},
+        **{name: name for name in ("int16", "int32", "int64", "float32", "float16", "bfloat16")},
         NVMMASharedLayout=SimpleNamespace(get_default_for=nothing),
-        zeros=lambda shape, dtype, layout: array(np.zeros(shape)),
+        zeros=lambda shape, dtype, layout: array(np.zeros(shape, int if dtype.startswith("int") else float)),
         full=lambda shape, value, dtype, layout: array(np.full(shape, value)),
         arange=lambda start, stop, layout: array(np.arange(start, stop)),
         where=lambda x, a, b: array(np.where(x, a, b)),
@@ -390,7 +416,10 @@ def kernel(name: str, machine: Machine) -> Any:
         exp2=lambda x: array(np.exp2(x)),
         log=lambda x: array(np.log(x)),
         convert_layout=lambda x, layout: x,
-        inline_asm_elementwise=_turn,
+        inline_asm_elementwise=_assembly,
+        associative_scan=lambda x, axis, add: array(np.cumsum(np.asarray(x), axis)),
+        gather=lambda x, index, axis: array(np.take_along_axis(x, index, axis)),
+        broadcast=lambda *x: tuple(map(array, np.broadcast_arrays(*x))),
         static_range=range,
         num_warps=lambda: 4,
         program_id=lambda axis: Int(machine.program),

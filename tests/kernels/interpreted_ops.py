@@ -196,13 +196,13 @@ def tables() -> None:
         return tables_triton.table_sum(matrix(x)[0], index, sizes)
 
     torch.manual_seed(0)
-    x = torch.randn(600, 70)  # two blocks of rows, the second not full
-    config = {"PROGRAMS": 2, "ROWS": 64, "BLOCK": 64, "STAGES": 2, "num_warps": 4}
+    x = torch.randn(600, 70)  # two chunks of rows, the second not full
+    config = {"PROGRAMS": 2, "TILE": 64, "BLOCK": 64, "STAGES": 2, "num_warps": 4}
     for sizes in ((330, 7), (7, 130)):
         index = torch.stack([torch.randint(n, (600,)) for n in sizes], dim=1)
         index[:, 0] = index[:, 0] // 140 * 140 + index[:, 0] // 300  # groups that are empty
         index[:, 1] += sizes[0]
-        with forced("tables", config | ({"ROWS": 128, "STAGES": 3} if sizes[0] == 7 else {})):
+        with forced("tables", config | ({"TILE": 128, "STAGES": 3} if sizes[0] == 7 else {})):
             same(table_sum, jagged_reference.table_sum, x, index, sizes)
         with forced("tables", {**config, "PROGRAMS": 1}):
             row = torch.tensor([[0, sizes[0]]]) + torch.tensor([s - 1 for s in sizes])  # in the last group

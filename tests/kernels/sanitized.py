@@ -182,6 +182,9 @@ def movement(masks: Masks) -> None:
             )  # fmt: skip
         run("embedding_add", lambda x, t: jagged.embedding_add(x, t, choice), (x, table))
         run("two tables", lambda x, t: jagged.embedding_add(x, t, choice, sizes=(130, 7)), (x, table))
+    for width in (16, 272):  # rows that are copied 16 bytes at a time, whole columns of a tile beside some
+        inputs = values(rows, width), values(137, width)
+        run("two tables, wide rows", lambda x, t: jagged.embedding_add(x, t, choice, sizes=(130, 7)), inputs)
 
 
 def norms(masks: Masks) -> None:

@@ -16,7 +16,7 @@ from triton import JITFunction
 from kernels.block_attention import persistent
 from kernels.block_attention import triton as block_attention
 from kernels.common import launch, launcher
-from kernels.jagged import short_sums_triton, sums_triton, tables_triton
+from kernels.jagged import short_sums_triton, sums_triton, tables_hopper, tables_triton
 from kernels.jagged import triton as jagged
 from kernels.norms import triton as norms
 
@@ -105,7 +105,8 @@ def test_each_kind_of_arguments_is_bound_once() -> None:
 
 def test_numbers_of_a_launch_are_those_that_kernels_do_not_specialise_on() -> None:
     """They are no part of a kind: a kernel compiled for a number of rows that 16 divides would serve all others."""
-    for module in (block_attention, persistent, norms, jagged, short_sums_triton, sums_triton, tables_triton):
+    tables = (tables_hopper, tables_triton)
+    for module in (block_attention, persistent, norms, jagged, short_sums_triton, sums_triton, *tables):
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel"):
                 numbers = [p for p in kernel.params if not p.is_constexpr and p.name.islower()]

@@ -18,17 +18,19 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from kernels.block_attention import persistent  # noqa: E402
 from kernels.block_attention import triton as block_attention  # noqa: E402
 from kernels.common import memory_tuning  # noqa: E402
-from kernels.jagged import offsets_triton, short_sums_triton, sums_triton, tables_triton  # noqa: E402
+from kernels.jagged import offsets_triton, short_sums_triton, sums_triton, tables_hopper, tables_triton  # noqa: E402
 from kernels.jagged import triton as jagged  # noqa: E402
 from kernels.norms import triton as norms  # noqa: E402
 from tests.kernels.compiled import resources  # noqa: E402
 
 SHARED_MEMORY = 232448
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-LONG = ("OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS")
-WHOLE = ("ENDED", "TAKEN", "TOTALS")
-SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL")
-ODD = ("B", "N", "R", "rows", "length", "blocks")
+LONG = (
+    "OFFSETS", "NEW_OFFSETS", "A_OFFSETS", "B_OFFSETS", "INDEX", "ORDER", "STARTS", "BIG", "LITTLE", "TAKEN",
+)  # fmt: skip
+WHOLE = ("ENDED", "KEYS", "COUNTS", "TOTALS", "ENDS")
+SINGLE = ("POSITIONS", "FREQUENCIES", "PARTIAL", "LEAST")
+ODD = ("B", "N", "R", "rows", "length", "blocks", "chunk", "programs", "big_first", "small_first")
 """Arguments that are rarely multiples of 16; lower-case names that begin with s are strides, and ``scale`` a float."""
 
 
@@ -142,15 +144,46 @@ def test_gradients_of_two_tables(arch: int) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     if arch == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
-        assert resources(compiled)["stack"] == 0
+        assert resources(compiled)["stack"] <= 72
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "registers"),
+    [
+        ("count_kernel", 32, 64), ("order_kernel", 32, 80), ("finish_kernel", 32, 96),
+        ("by hand: count_kernel", 32, 64), ("by hand: order_kernel", 32, 168),
+        pytest.param("order_kernel", 256, 128, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_rows_of_two_tables_are_grouped_in_registers(name: str, groups: int, registers: int) -> None:
+    """So that other programs fit beside one that waits, two of 8 warps and three of 4."""
+    rest = {"TILE": 64, "ROWS": tables_triton.AT_ONCE, "GROUPS": groups}
+    module: Any = tables_triton
+    warps = 8
+    if name.startswith("by hand"):
+        rest = {"TILE": 64, "COUNTED": tables_triton.CHUNKS, "PARTS": tables_triton.PARTS}
+        module, warps = tables_hopper, tables_triton.WARPS
+    if name == "finish_kernel":
+        rest |= {"WIDTH": 256, "BIG": 64 * groups}
+    kernel = getattr(module, name.split()[-1])
+    constants = {key: value for key, value in rest.items() if key in kernel.arg_names}
+    options = {"num_warps": 4 if name == "finish_kernel" else warps}
+    if name == "by hand: order_kernel":
+        options["maxnreg"] = registers
+    compiled = build(kernel, constants, 90, torch.bfloat16, **options)
+    used = resources(compiled)
+    assert used["stack"] == 0
+    assert used["registers"] <= registers
+    if name == "by hand: order_kernel":
+        assert "shfl.sync.idx" in compiled.asm["ptx"], "places are asked of other lanes"
 
 
 @pytest.mark.parametrize(
     ("name", "width", "dtype", "stack"),
     [
         ("sequences_kernel", 64, torch.bfloat16, 8), ("sequences_kernel", 256, torch.bfloat16, 0),
-        ("tables", 64, torch.bfloat16, 0), ("tables", 256, torch.bfloat16, 104),
-        ("tables", 64, torch.float16, 0), ("tables", 256, torch.float16, 104),
+        ("tables", 64, torch.bfloat16, 0), ("tables", 256, torch.bfloat16, 0),
+        ("tables", 64, torch.float16, 0), ("tables", 256, torch.float16, 0),
     ],
 )  # fmt: skip
 def test_what_ships_spills_no_more_than_when_it_was_chosen(
@@ -158,16 +191,22 @@ def test_what_ships_spills_no_more_than_when_it_was_chosen(
 ) -> None:  # fmt: skip
     config = dict(memory_tuning.tuned()[memory_tuning.key(name, "NVIDIA H200", dtype, width, 1)])
     options = {option: config.pop(option) for option in ("num_warps", "maxnreg") if option in config}
-    kernel, constants = tables_triton.sum_kernel, {"GROUPS": 32, "WIDTH": width, **config}
-    if name == "tables":
-        del constants["PROGRAMS"]
-    else:
+    stay, _ = config.pop("STAY", 1), config.pop("plain", None)
+    kernel, constants = tables_hopper.sum_kernel, {"WIDTH": width, **config}
+    if name != "tables":
         kernel, constants = jagged.sequences_kernel, {"ROUNDS": 3, "WIDTH": width, "BLOCK": width, **config}
     compiled = build(kernel, constants, 90, dtype, **options)
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert stay * (compiled.metadata.shared + 1024) <= SHARED_MEMORY + 1024
     found = resources(compiled)
     assert found["stack"] <= stack
+    assert stay * 32 * options["num_warps"] * found["registers"] <= 65536
     assert found["registers"] <= options.get("maxnreg", 255)
+    if name == "tables":
+        ptx, halves = compiled.asm["ptx"], {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+        assert "wgmma.mma_async" in ptx
+        assert f"set.eq.{halves}.{halves}" in ptx, "two elements of the 0/1 matrices an instruction"
+        assert "cp.async.cg.shared.global" in ptx
+        assert "cp.async.ca" not in ptx, "16 bytes at a time"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -184,15 +184,15 @@ def test_two_tables_take_the_row_of_their_tile(
 
     def find(kernel: str, device: torch.device, dtype: torch.dtype, width: int, length: int) -> Config:
         asked.append(width)
-        return {"PROGRAMS": 2, "ROWS": 128, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
+        return {"PROGRAMS": 2, "TILE": 128, "BLOCK": 128, "STAGES": 3, "num_warps": 4}
 
     monkeypatch.setattr(memory_tuning, "find", find)
     monkeypatch.setattr(tables_triton, "Launch", Started)
     memory_tuning._forget()
     try:
-        sums = tables_triton._launches(torch.device("cpu"), torch.bfloat16, width, 32, 2048)[2]
+        sums = tables_triton._launches(torch.device("cpu"), torch.bfloat16, width, 32, 2048, True)[0][2]
         assert asked == [row]
-        assert (sums.constants["ROWS"], sums.constants["BLOCK"]) == (128, columns)
+        assert (sums.constants["TILE"], sums.constants["BLOCK"]) == (128, columns)
     finally:
         memory_tuning._forget()
 
@@ -241,3 +241,19 @@ def test_own_rows_come_before_those_of_a_stand_in(monkeypatch: pytest.MonkeyPatc
     assert find("sum", length=8) == own
     assert find("pad_kernel", length=1) == other
     assert find("norm_forward", length=1) is None
+
+
+@pytest.mark.parametrize(("groups", "wide", "tile"), [(32, True, 64), (32, False, 128), (64, True, 128)])
+def test_two_tables_by_hand_take_wide_rows_and_one_group_a_lane(
+    groups: int, wide: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {"PROGRAMS": 2, "TILE": 128, "BLOCK": 64, "STAGES": 3, "num_warps": 4}
+    config = {"STAY": 3, "TILE": 64, "BLOCK": 64, "STAGES": 4, "num_warps": 4, "plain": plain}
+    monkeypatch.setattr(tables_triton, "Launch", Started)
+    with memory_tuning.forced("tables", config):
+        launches, _, most = tables_triton._launches(torch.device("cpu"), torch.bfloat16, 64, groups, 64 * groups, wide)
+    count, order, total, _ = launches
+    assert total.constants["TILE"] == order.constants["TILE"] == tile, "what is filled is what is read"
+    assert ("PARTS" in count.constants) == (tile == 64)
+    assert most == (9 if tile == 64 else 6), "of three multiprocessors"
+    assert config["plain"] is plain, "what was found is shared"
