@@ -58,7 +58,8 @@ def backward_few(
     """
     dtype: gl.constexpr = Q.dtype.element_ty
     EARLY: gl.constexpr = dtype == gl.float16  # the factor before slopes are rounded, which could leave its range
-    OVERLAP: gl.constexpr = (D > 64 or KEYS > 64) and ACT != "gelu"  # else registers spill
+    SPILLS: gl.constexpr = ACT == "gelu" or (ACT == "hardswish" and SEVERAL)
+    OVERLAP: gl.constexpr = (D > 64 or KEYS > 64) and not SPILLS
     WARPS: gl.constexpr = gl.num_warps()
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_Q, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])

@@ -16,7 +16,7 @@ from kernels.jagged.sequences_op import sequence_rows
 from kernels.norms import add_layer_norm, layer_norm, rms_norm
 from kernels.token_mixing import mix_tokens, sum_kron
 from tests.kernels.graphs import check_graph, without_waiting
-from tests.kernels.unwritten import unwritten_is_nan
+from tests.kernels.unwritten import apart, unwritten_is_nan
 
 pytestmark = pytest.mark.gpu
 
@@ -169,6 +169,23 @@ def test_movement(name: str, dtype: torch.dtype) -> None:
             return call(*full)
 
         compare(op, [inputs[i] for i in needed], dtype)
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_movement_with_offsets_that_do_not_lie_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random(sum(LENGTHS), 48), random(sum(OTHER), 48, seed=2), random(len(LENGTHS), 48, seed=3)
+
+    def step() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = MOVEMENTS[name](*leaves)
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out), materialize_grads=True)
+        return [out, *gradients]
+
+    want = step()
+    monkeypatch.setitem(
+        globals(), "offsets_of", lambda lengths: apart(offsets_from_lengths(torch.tensor(lengths)).cuda())
+    )
+    assert all(torch.equal(a, b) for a, b in zip(step(), want, strict=True))
 
 
 def used(name: str) -> str:
