@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 
 def parser(module: str, text: str | None) -> argparse.ArgumentParser:
@@ -47,6 +46,13 @@ def run(module: str, text: str | None, table: Callable[[], None]) -> None:
     table()
 
 
+def versions() -> str:
+    """Of what a measurement is made with."""
+    import triton  # not everywhere where a command may say that there is no GPU
+
+    return f"torch {torch.__version__}, triton {triton.__version__}"
+
+
 def write_table(shipped: Path, output: Path, found: dict[str, dict[str, Any]]) -> None:
     """Writes the shipped configurations with those that were found now, and of these where they come from.
 
@@ -59,7 +65,7 @@ def write_table(shipped: Path, output: Path, found: dict[str, dict[str, Any]]) -
     if not found:
         raise SystemExit(f"nothing was found: {output} is left as it is")
     table = json.loads(shipped.read_text()) if shipped.exists() else {"configurations": {}, "sources": {}}
-    now = f"torch {torch.__version__}, triton {triton.__version__}, {time.strftime('%Y-%m-%d')}"
+    now = f"{versions()}, {time.strftime('%Y-%m-%d')}"
     table["configurations"].update(found)
     table["sources"].update(dict.fromkeys(found, now))
     output.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
