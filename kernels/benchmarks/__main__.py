@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 
-from kernels.benchmarks import block_attention, gdpa, host, interaction, jagged, jagged_attention, norms, token_mixing
+from kernels.benchmarks import (
+    block_attention,
+    command,
+    gdpa,
+    host,
+    interaction,
+    jagged,
+    jagged_attention,
+    norms,
+    token_mixing,
+)
 
 TABLES = {
     "gdpa": gdpa.main,
@@ -18,13 +28,13 @@ TABLES = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables that are asked for, in the order of ``TABLES`` if none is."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.benchmarks", description="Prints tables of speed on a GPU")
+    parser = command.parser("", "Prints tables of speed on a GPU")
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"some of {', '.join(TABLES)}; default all")
-    names = parser.parse_args().tables or list(TABLES)
-    if unknown := sorted(set(names) - set(TABLES)):
-        parser.error(f"no tables {', '.join(unknown)}: there are {', '.join(TABLES)}")
+    names = parser.parse_args(arguments).tables or list(TABLES)
+    command.require_known(parser, names, TABLES)
+    command.require_gpu(parser)
     for name in names:
         print(f"## {name}\n", flush=True)
         TABLES[name]()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import triton
 
 from kernels.benchmarks.cases import copy_bandwidth, host_times, milliseconds
+from kernels.benchmarks.command import versions
 
 Call = Callable[[], object]
 
@@ -48,7 +48,7 @@ def measure_copy() -> float:
     """
     bandwidth, small = copy_bandwidth(), copy_bandwidth(SMALL)
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+        f"{torch.cuda.get_device_name()}, {versions()}: "
         f"copy {bandwidth:.0f} GB/s, of {SMALL >> 20} MB {small:.0f} GB/s\n"
     )
     return bandwidth

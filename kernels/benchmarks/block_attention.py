@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, packed_lengths, print_table, size_of
 from kernels.block_attention import block_attention
 from kernels.block_attention.op import _block_attention_backward
@@ -98,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("block_attention", __doc__, main)

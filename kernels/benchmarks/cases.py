@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.testing import do_bench
 
 from kernels.jagged import offsets_from_lengths
 
@@ -94,6 +93,8 @@ def make(case: Case, seed: int = 0) -> Inputs:
 
 def milliseconds(call: Callable[[], object], *, graph: bool = False, rep: int = 40) -> float:
     """Median time of a call, launches included, or of its replay as a CUDA graph."""
+    from triton.testing import do_bench
+
     if not graph:
         return do_bench(call, warmup=5, rep=rep, return_mode="median")
     stream = torch.cuda.Stream()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.benchmarks import command
 from kernels.benchmarks.cases import Case, Inputs
 from kernels.benchmarks.report import Machine, launch_cost, table
 from kernels.gdpa import gdpa
@@ -47,4 +48,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("gdpa", __doc__, main)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import jagged
+from kernels.benchmarks import command
 from kernels.benchmarks.cases import host_times
 from kernels.block_attention import block_attention
 from kernels.gdpa import gdpa
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("host", __doc__, main)

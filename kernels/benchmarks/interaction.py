@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.interaction import fm_block, reference
 from kernels.interaction.op import _fm_block_backward
@@ -64,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("interaction", __doc__, main)

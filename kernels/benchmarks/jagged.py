@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, packed_lengths, print_table, size_of
 from kernels.jagged import (
     concat,
@@ -125,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("jagged", __doc__, main)

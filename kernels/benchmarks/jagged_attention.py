@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.benchmarks import command
 from kernels.benchmarks.cases import Case, Inputs
 from kernels.benchmarks.report import Machine, launch_cost, table
 from kernels.jagged_attention import jagged_attention
@@ -42,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("jagged_attention", __doc__, main)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.norms import add_rms_norm, layer_norm, rms_norm
 from kernels.norms.op import _norm, _norm_backward
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("norms", __doc__, main)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from kernels.benchmarks.cases import Case, Inputs, copy_bandwidth, host_times, make, milliseconds, product_rate
+from kernels.benchmarks.command import versions
 
 Op = Callable[[Case, Inputs, Tensor, Tensor, Tensor], Tensor]
 """The op under test on q, k and v of a case."""
@@ -42,7 +42,7 @@ class Machine:
         """Measures both and prints them with versions."""
         machine = Machine(copy_bandwidth(), product_rate())
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: copy "
+            f"{torch.cuda.get_device_name()}, {versions()}: copy "
             f"{machine.bandwidth:.0f} GB/s, bf16 product {machine.rate:.0f} TFLOP/s\n"
         )
         return machine

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import Pass, host_cost, measure_copy, print_table, size_of
 from kernels.token_mixing import mix_tokens, reference, sum_kron
 from kernels.token_mixing.op import _mix_tokens_backward
@@ -105,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run("token_mixing", __doc__, main)

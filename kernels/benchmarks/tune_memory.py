@@ -8,13 +8,11 @@ it belongs and whose sums are within bf16 rounding may win. Candidates are compi
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import packed_lengths
 from kernels.benchmarks.cases import milliseconds, runs_kernels_by_hand
 from kernels.benchmarks.jagged import CASES, COPIES
@@ -358,13 +357,15 @@ def tune(job: Job) -> tuple[str, Config] | None:
     return memory_tuning.key(job.kernel, name, job.dtype, bucket(job.width), bucket(job.length)), best[1]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Tunes every kernel and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command.parser("tune_memory", __doc__)
     parser.add_argument("--output", type=Path, default=memory_tuning.TUNED)
     parser.add_argument("--seconds", type=float, default=120, help="start no further kernel after this long")
-    parser.add_argument("--kernels", nargs="*", help="only these; default all")
-    options = parser.parse_args()
+    parser.add_argument("--kernels", nargs="+", default=[], help="only these; default all")
+    options = parser.parse_args(arguments)
+    command.require_known(parser, options.kernels, (job.kernel for job in JOBS))
+    command.require_gpu(parser)
     start = time.time()
     jobs = [job for job in JOBS if not options.kernels or job.kernel in options.kernels]
     with multiprocessing.get_context("spawn").Pool(max(1, len(os.sched_getaffinity(0)) - 1)) as pool:
@@ -379,13 +380,7 @@ def main() -> None:
         if result is not None:
             found[result[0]] = result[1]
         torch.cuda.empty_cache()
-    table = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}, triton {triton.__version__}",
-        "date": time.strftime("%Y-%m-%d"),
-        "configurations": {**memory_tuning.tuned(), **found},
-    }
-    options.output.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    command.write_table(memory_tuning.TUNED, options.output, found)
     print(f"tuned in {time.time() - start:.0f} s")
 
 

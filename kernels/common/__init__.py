@@ -1,1 +1,1 @@
-"""What the attention kernels share: activations, the kernels themselves, and their tuned configurations."""
+"""What the operators share: their registration, checks of inputs, launches, attention kernels, tuned configurations."""

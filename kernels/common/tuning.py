@@ -23,7 +23,7 @@ SHORT_BACKWARD = 256
 STAND_INS = {(9, 0): "NVIDIA H200"}
 """By compute capability, the GPU whose rows serve others with the same multiprocessors: H100, GH200, H200 NVL."""
 
-_TUNED = Path(__file__).with_name("tuned.json")
+TUNED = Path(__file__).with_name("tuned.json")
 
 
 def choose(
@@ -72,9 +72,9 @@ def row_names(device: torch.device) -> tuple[str, ...]:
 @cache
 def tuned() -> dict[str, dict[str, Any]]:
     """The shipped table."""
-    if not _TUNED.exists():
+    if not TUNED.exists():
         return {}
-    return json.loads(_TUNED.read_text())["configurations"]
+    return json.loads(TUNED.read_text())["configurations"]
 
 
 @cache

@@ -8,14 +8,15 @@ can be with every branch in them, because a kernel runs ten to a hundred times a
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels import jagged
+from kernels.benchmarks.command import require_gpu
 from kernels.benchmarks.tune import few_keys
 from kernels.block_attention import block_attention
 from kernels.common import launch
@@ -195,11 +196,43 @@ def norms(masks: Masks) -> None:
         run("RMS norm", rms_norm, (x, weight))
 
 
-if __name__ == "__main__":
+GROUPS = {
+    group.__name__: group
+    for group in (forward_stream, forward_long, backward_long, backward_few, block, movement, norms, interaction)
+}
+
+
+def wanted(text: str) -> tuple[Callable[[Masks], None], Masks]:
+    """What an argument names: a group of calls, and the masks to run it with."""
+    name, _, index = text.partition(":")
+    if name not in GROUPS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not there, there are: {', '.join(GROUPS)}")
+    if index and index not in [str(i) for i in range(len(MASKS))]:
+        raise argparse.ArgumentTypeError(f"{text!r}: the masks are 0 to {len(MASKS) - 1}")
+    return GROUPS[name], [MASKS[int(index)]] if index else MASKS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs what is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.kernels.sanitized", description="Small calls of the kernels, for compute-sanitizer"
+    )
+    parser.add_argument(
+        "groups",
+        nargs="+",
+        type=wanted,
+        metavar="GROUP[:MASK]",
+        help=f"some of {', '.join(GROUPS)}; MASK: one of MASKS",
+    )
+    groups = parser.parse_args(arguments).groups
+    require_gpu(parser)
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # so that a tensor's end is the end of its allocation
-    for argument in sys.argv[1:]:
-        name, _, index = argument.partition(":")
+    for group, masks in groups:
         torch.manual_seed(0)
-        globals()[name]([MASKS[int(index)]] if index else MASKS)
+        group(masks)
         torch.cuda.synchronize()
     print("checked")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -23,8 +27,11 @@ from kernels.jagged_attention import reference as softmax_reference
 
 Config = dict[str, Any]
 
-SPEED = {"right": 3.0, "slow": 9.0, "off": 1.0, "nan": 0.5, "crash": 0.1}
-"""Milliseconds of kernels that are right, right and slower, off by 1%, not finite in one element, and do not run."""
+SPEED = {"right": 3.0, "slow": 9.0, "off": 1.0, "row": 0.7, "nan": 0.5, "crash": 0.1}
+"""Milliseconds of kernels that are right, right and slower, off by 1%, off in the last row alone, not finite
+in one element, and do not run."""
+
+WRONG = [{"name": name} for name in ("off", "row", "nan", "crash")]
 
 
 class Kernel:
@@ -41,6 +48,8 @@ class Kernel:
         last = results[-1].clone()
         if config["name"] == "off":
             last *= 1.01
+        if config["name"] == "row":
+            last[-1] *= 2
         if config["name"] == "nan":
             last.flatten()[-1] = torch.nan
         return (*results[:-1], last)
@@ -57,13 +66,21 @@ def orders() -> list[list[Config]]:
     return [[{"name": name} for name in (*names[i:], *names[:i])] for i in range(len(names))]
 
 
+def tiny(act: str) -> tuple[Case, Inputs]:
+    """Sequences of 0 and of 2 to 9 rows, so many that one row is lost among all, with two heads of 8."""
+    torch.manual_seed(0)
+    lengths = torch.randint(2, 10, (200,))
+    lengths[5:-1:10] = 0
+    offsets = offsets_from_lengths(lengths)
+    q, k, v, grad = torch.randn(int(offsets[-1]), 4, 2, 8).bfloat16().unbind(1)
+    inputs = Inputs(q, k, v, grad, offsets, offsets, 9, 9, 0)
+    return Case(name="tiny", batch=200, width=8, queries=9, heads=2, act=act), inputs
+
+
 @pytest.mark.parametrize("act", ["silu", "softmax"])
 def test_attention_is_tuned_among_right_kernels(act: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    offsets = offsets_from_lengths(torch.tensor([5, 0, 9, 3]))
-    q, k, v, grad = torch.randn(17, 4, 2, 8).bfloat16().unbind(1)
-    inputs = Inputs(q, k, v, grad, offsets, offsets, 9, 9, 0)
-    case = Case(name="tiny", batch=4, width=8, queries=9, heads=2, act=act)
+    case, inputs = tiny(act)
+    q, k, v, offsets = inputs.q, inputs.k, inputs.v, inputs.q_offsets
     call, kernel = tune.to_call(case, inputs), Kernel()
 
     def forward(_: Any, config: Config | None = None) -> tuple[Tensor, Tensor | None]:
@@ -84,12 +101,35 @@ def test_attention_is_tuned_among_right_kernels(act: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(tune.launch, "forward", forward)
     monkeypatch.setattr(tune.launch, "backward", backward)
     monkeypatch.setattr(tune, "milliseconds", kernel.milliseconds)
-    want = tune.expected(call, grad, 4)
+    want = tune.expected(call, inputs.grad)
     for choices in orders():
         best = tune._fastest(case, call, inputs, want, {"forward": choices, "backward": choices})
         assert best == {"forward": (3.0, {"name": "right"}), "backward": (3.0, {"name": "right"})}
-    wrong = [{"name": name} for name in ("off", "nan", "crash")]
-    assert tune._fastest(case, call, inputs, want, {"forward": wrong, "backward": wrong}) == {}
+    assert tune._fastest(case, call, inputs, want, {"forward": WRONG, "backward": WRONG}) == {}
+
+
+@pytest.mark.parametrize("act", ["silu", "softmax"])
+def test_all_sequences_are_compared(act: str) -> None:
+    case, inputs = tiny(act)
+    call = tune.to_call(case, inputs)
+    exact = [x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.grad)]
+    whole = tune._expected(call, *exact, inputs.q_offsets, inputs.kv_offsets)
+    for got, want in zip(tune.expected(call, inputs.grad), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    ends = [inputs.q_offsets]
+    for row in (0, int(inputs.q_offsets[100]), -1):
+        spoiled = whole[0].clone()
+        spoiled[row] *= 2
+        assert tune.error([whole[0]], whole[:1], ends) == 0
+        assert tune.error([spoiled], whole[:1], ends) > tune.TOLERANCE[case.dtype]
+        spoiled[row] = torch.inf
+        assert tune.error([spoiled], whole[:1], ends) == torch.inf
+
+
+def test_what_is_not_zero_where_nothing_is_wanted_is_wrong() -> None:
+    rows, ends = torch.zeros(8, 2, 4), offsets_from_lengths(torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 4]))
+    assert tune.error([rows], [rows.double()], [ends]) == 0
+    assert tune.error([rows + 1e-9], [rows.double()], [ends]) == torch.inf
 
 
 def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +149,85 @@ def test_movement_is_tuned_among_right_kernels(monkeypatch: pytest.MonkeyPatch) 
     for choices in orders():
         monkeypatch.setattr(tune_memory, "candidates", lambda job, choices=choices: choices)
         assert tune_memory.tune(job) == ("sum/fake/bfloat16/w8/n4", {"name": "right"})
-    monkeypatch.setattr(tune_memory, "candidates", lambda job: [{"name": name} for name in ("off", "nan", "crash")])
+    monkeypatch.setattr(tune_memory, "candidates", lambda job: WRONG)
     assert tune_memory.tune(job) is None
+
+
+class Tuner:
+    """A command that tunes, in which nothing is compiled or run: every case and kernel finds the row ``self.row``."""
+
+    def __init__(self, module: Any, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.module, self.row, self.compiled = module, "new/fake/bfloat16", False
+        table = {"configurations": {"old/fake/bfloat16": {"ROWS": 1}}, "sources": {"fake": "before"}}
+        shipped.write_text(json.dumps(table))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(module.multiprocessing, "get_context", lambda kind: self)
+        monkeypatch.setattr(module, "runs_kernels_by_hand", lambda: True)
+        monkeypatch.setattr(tuning, "TUNED", shipped)
+        monkeypatch.setattr(memory_tuning, "TUNED", shipped)
+        if module is tune:
+            monkeypatch.setattr(tune, "tune_case", lambda case: {self.row: {"ROWS": 2}} if self.row else {})
+        else:
+            monkeypatch.setattr(tune_memory, "tune", lambda job: (self.row, {"ROWS": 2}) if self.row else None)
+
+    def Pool(self, count: int) -> Any:
+        """Of no processes."""
+        return nullcontext(self)
+
+    def map(self, *arguments: Any, **options: Any) -> None:
+        """Compiles nothing."""
+        self.compiled = True
+
+
+@pytest.fixture(params=[tune, tune_memory], ids=["tune", "tune_memory"])
+def tuner(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tuner:
+    return Tuner(request.param, tmp_path / "shipped.json", monkeypatch)
+
+
+def test_rows_keep_the_source_they_have(tuner: Tuner, tmp_path: Path) -> None:
+    for _ in range(2):
+        tuner.module.main(["--output", str(tmp_path / "shipped.json")])
+        table = json.loads((tmp_path / "shipped.json").read_text())
+        assert table["configurations"] == {"old/fake/bfloat16": {"ROWS": 1}, "new/fake/bfloat16": {"ROWS": 2}}
+        assert table["sources"].pop("new/fake/bfloat16").startswith(f"torch {torch.__version__}, triton ")
+        assert table["sources"] == {"fake": "before"}
+        assert set(table) == {"configurations", "sources"}
+
+
+@pytest.mark.parametrize("why", ["nothing is right", "no time"])
+def test_a_table_is_written_only_if_something_was_found(tuner: Tuner, why: str, tmp_path: Path) -> None:
+    before = (tmp_path / "shipped.json").read_text()
+    tuner.row = "" if why == "nothing is right" else tuner.row
+    seconds = [] if why == "nothing is right" else ["--seconds", "-1"]
+    for output in ("shipped.json", "other.json"):
+        with pytest.raises(SystemExit, match="nothing was found"):
+            tuner.module.main(["--output", str(tmp_path / output), *seconds])
+    assert (tmp_path / "shipped.json").read_text() == before
+    assert not (tmp_path / "other.json").exists()
+
+
+@pytest.mark.parametrize("module", [tune, tune_memory])
+def test_tuners_refuse_names_that_are_not_there(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuner = Tuner(module, tmp_path / "shipped.json", monkeypatch)
+    option, known = ("--cases", "short 64, fp16") if module is tune else ("--kernels", "norm_backward")
+    with pytest.raises(SystemExit) as left:
+        module.main([option, known, "nope"])
+    assert left.value.code == 2
+    assert not tuner.compiled
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "nope" in line.split("there are")[0] and known not in line.split("there are")[0]
+    assert known in line.split("there are")[1]
+
+
+@pytest.mark.parametrize("table", [tuning.TUNED, memory_tuning.TUNED], ids=lambda path: path.stem)
+def test_every_row_that_ships_has_a_source(table: Path) -> None:
+    shipped = json.loads(table.read_text())
+    assert set(shipped) == {"configurations", "sources"}
+    for row in shipped["configurations"]:
+        source = shipped["sources"].get(row) or shipped["sources"][row.split("/")[1]]
+        assert re.match(r"torch \S+, triton \S+, 20\d\d-\d\d-\d\d", source)
 
 
 @pytest.mark.parametrize("job", tune_memory.JOBS, ids=str)
