@@ -15,7 +15,7 @@ from kernels.block_attention.reference import BLOCK
 from kernels.common.attention_inputs import alike, require_shapes
 from kernels.common.backend import Backend
 from kernels.common.inputs import require_finite, require_one_device, require_packed, require_tensors
-from kernels.common.operators import operator, wanted
+from kernels.common.operators import operator
 
 __all__ = ["BLOCK", "block_attention"]
 
@@ -95,7 +95,7 @@ def _require_rotary(q: Tensor, positions: Tensor | None, frequencies: Tensor | N
         )
     if positions.is_complex() or frequencies.is_complex():
         raise ValueError("block_attention: positions and frequencies must be real")
-    if wanted((positions, frequencies)):
+    if (positions.requires_grad or frequencies.requires_grad) and torch.is_grad_enabled():
         name = "positions" if positions.requires_grad else "frequencies"
         raise ValueError(f"block_attention: {name} would get no gradient: detach them, or rotate q and k outside")
 

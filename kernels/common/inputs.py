@@ -14,6 +14,9 @@ from kernels.common.eager import readable
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What operators with arithmetic take."""
 
+_INTEGERS = (int, torch.SymInt, Integral)
+_NUMBERS = (float, int, torch.SymFloat, torch.SymInt, Real)
+
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.to(dtype)``, which takes the host a while even where it has nothing to do."""
@@ -86,13 +89,12 @@ def require_number(operator: str, name: str, value: object) -> None:
     Raises:
         ValueError: names the operator and the argument.
     """
-    if isinstance(value, float | int | torch.SymFloat | torch.SymInt):
+    if isinstance(value, _NUMBERS):
         return
     if isinstance(value, Tensor):
         learned = "; to learn it, multiply outside" if "scale" in name else ""
         raise ValueError(f"{operator}: {name} must be a number, is a tensor: pass float({name}){learned}")
-    if not isinstance(value, Real):
-        raise ValueError(f"{operator}: {name} must be a number, got {value!r}")
+    raise ValueError(f"{operator}: {name} must be a number, got {value!r}")
 
 
 def require_finite(operator: str, name: str, value: float) -> None:
@@ -101,7 +103,8 @@ def require_finite(operator: str, name: str, value: float) -> None:
     Raises:
         ValueError: names the operator and the argument.
     """
-    require_number(operator, name, value)
+    if type(value) is not float:
+        require_number(operator, name, value)
     if not -math.inf < value < math.inf:
         raise ValueError(f"{operator}: {name} must be finite, got {value}")
 
@@ -129,7 +132,7 @@ def require_length(operator: str, name: str, value: int) -> None:
 def _require_whole(operator: str, name: str, value: object) -> None:
     if isinstance(value, Tensor):
         raise ValueError(f"{operator}: {name} must be an integer, is a tensor: pass int({name})")
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | Integral):
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
         raise ValueError(f"{operator}: {name} must be an integer, got {value!r}")
 
 

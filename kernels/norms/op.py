@@ -98,7 +98,7 @@ def _apply(
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     require_tensors(operator, x=x)
-    shape = x.shape
+    shape, device = x.shape, x.device
     if act not in ("sigmoid", "silu"):
         raise ValueError(f"{operator}: act must be sigmoid or silu, got {act!r}")
     require_finite(operator, "eps", eps)
@@ -109,11 +109,11 @@ def _apply(
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise ValueError(f"{operator}: dtype must be of floats, is {dtype}")
     for name, other in (("residual", residual), ("gate", gate)):
-        if other is not None:
-            _require_like(operator, name, other, x, shape, "the shape")
+        if other is not None and not _goes_with(other, shape, device):
+            _refuse(operator, name, other, x, f"must have the shape of x {list(shape)}")
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None:
-            _require_like(operator, name, other, x, shape[-1:], "the width")
+        if other is not None and not _goes_with(other, shape[-1:], device):
+            _refuse(operator, name, other, x, f"must have the width of x {list(shape)}")
     options = (weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
     if len(shape) == 2:
         return _norm(x, residual, gate, *options)
@@ -122,13 +122,14 @@ def _apply(
     return y.view(shape), z.view(shape) if residual is not None else z
 
 
-def _require_like(operator: str, name: str, other: Tensor, x: Tensor, shape: torch.Size, what: str) -> None:
-    if not isinstance(other, Tensor):
-        require_tensors(operator, **{name: other})
-    if other.shape != shape:
-        raise ValueError(f"{operator}: {name} {list(other.shape)} must have {what} of x {list(x.shape)}")
-    if other.device != x.device or other.dtype not in FLOATS:
-        require_floats(operator, **{"x": x, name: other})
+def _goes_with(other: Tensor, shape: torch.Size, device: torch.device) -> bool:
+    return isinstance(other, Tensor) and other.shape == shape and other.device == device and other.dtype in FLOATS
+
+
+def _refuse(operator: str, name: str, other: Tensor, x: Tensor, wanted: str) -> None:
+    require_tensors(operator, **{name: other})
+    require_floats(operator, **{"x": x, name: other})
+    raise ValueError(f"{operator}: {name} {list(other.shape)} {wanted}")
 
 
 def _forward(
