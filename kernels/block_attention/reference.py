@@ -5,6 +5,8 @@ attention over sequences that are the blocks, so ``kernels/jagged_attention/refe
 
 Rotary: pair i of a head is elements i and ``i + d / 2``; token t turns it by ``positions[t] * frequencies[i]`` (RoPE,
 arXiv 2104.09864). With two columns of positions the first half of the pairs takes column 0, the second column 1.
+Positions are counted from the first token of the block, which changes no difference between two of them, in a type that
+holds the difference: so they may count from anywhere.
 
 Legend: T tokens, B sequences, H heads, G key heads, d head width, P columns of positions.
 """
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.jagged.padding import compute_dtype
+from kernels.jagged.reference import sequence_ids
 from kernels.jagged_attention import reference as jagged_reference
 
 BLOCK = 64
@@ -33,7 +36,7 @@ def forward(
     """Output ``[T, H, d]``; arguments as in ``kernels.block_attention.block_attention``."""
     blocks = block_offsets(offsets)
     if positions is not None and frequencies is not None:
-        turn = angles(positions, frequencies, compute_dtype(q.dtype))
+        turn = angles(positions, frequencies, offsets, compute_dtype(q.dtype))
         q, k = rotate(q, turn), rotate(k, turn)
     with torch.autocast(q.device.type, enabled=False):
         return jagged_reference.forward(q, k, v, blocks, blocks, scale, False, -1)[0].to(v.dtype)
@@ -54,7 +57,7 @@ def backward(
     dtype = compute_dtype(given)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     if positions is not None and frequencies is not None:
-        turn = angles(positions, frequencies, dtype)
+        turn = angles(positions, frequencies, offsets, dtype)
         q, k = rotate(q, turn), rotate(k, turn)
     choice = (blocks, blocks, scale, False, -1)
     with torch.autocast(q.device.type, enabled=False):
@@ -75,9 +78,23 @@ def block_offsets(offsets: Tensor) -> Tensor:
     return torch.cat([starts, offsets[-1:]])
 
 
-def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``."""
-    columns = (positions if positions.dim() == 2 else positions[:, None]).to(dtype)
+def from_block_start(positions: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions ``[T]`` or ``[T, P]`` less that of the first token of the block, in ``dtype``.
+
+    The difference is taken in ``dtype`` or the type given, whichever holds more; of integers in int64. Waits for no
+    device.
+    """
+    wide = torch.promote_types(positions.dtype, dtype) if positions.is_floating_point() else torch.int64
+    place = torch.arange(positions.shape[0], device=positions.device)
+    begin = offsets.index_select(0, sequence_ids(offsets, positions.shape[0]))
+    first = place - (place - begin) % BLOCK
+    positions = positions.to(wide)
+    return (positions - positions.index_select(0, first)).to(dtype)
+
+
+def angles(positions: Tensor, frequencies: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``, counted from the first token of the block."""
+    columns = from_block_start(positions if positions.dim() == 2 else positions[:, None], offsets, dtype)
     each = frequencies.shape[0] // columns.shape[1]
     return columns.repeat_interleave(each, dim=1) * frequencies.to(dtype)
 

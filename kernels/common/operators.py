@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.eager import all_direct, refuse_tangents
+from kernels.common.eager import all_direct, refuse_transforms
 
 _LIBRARY = torch.library.Library("opengem", "FRAGMENT")
 
@@ -101,7 +101,7 @@ def _past_dispatcher(
 ) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if not all_direct(args):
-            refuse_tangents(name, args)
+            refuse_transforms(name, args)
             return op(*args)
         if not wanted(args):
             return function(*args)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.attention_inputs import alike, by_request, require_count, require_shapes
+from kernels.common.attention_inputs import alike, by_request, require_shapes
 from kernels.common.backend import Backend
-from kernels.common.eager import direct, readable, refuse_tangents
-from kernels.common.inputs import require_numbers, require_packed
+from kernels.common.eager import direct, readable, refuse_transforms
+from kernels.common.inputs import require_finite, require_int, require_packed, require_tensors
 from kernels.common.operators import refusal, undifferentiated
 from kernels.gdpa import reference
 
@@ -81,17 +81,23 @@ def gdpa(
         ValueError: an unknown activation, or arguments that do not go together.
     """
     if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
-    require_count("window", window)
-    require_count("max_keys", max_keys)
-    if isinstance(scale, Tensor) or isinstance(logit_scale, Tensor):
-        require_numbers("gdpa", scale=scale, logit_scale=logit_scale)
+        raise ValueError(f"gdpa: activation must be one of {', '.join(reference.ACTIVATIONS)}, got {activation!r}")
+    if window is not None:
+        require_int("gdpa", "window", window)
+    if max_keys is not None:
+        require_int("gdpa", "max_keys", max_keys)
+    require_finite("gdpa", "scale", scale)
+    require_finite("gdpa", "logit_scale", logit_scale)
+    require_tensors("gdpa", q=q, k=k, v=v)
     of_k, of_v = k.shape, v.shape
-    require_shapes(q.shape, of_k, of_v)
+    require_shapes("gdpa", q.shape, of_k, of_v)
     if of_k != of_v:
-        raise ValueError(f"k {list(of_k)} and v {list(of_v)} do not go together: they must have one shape")
+        raise ValueError(f"gdpa: k {list(of_k)} and v {list(of_v)} do not go together: they must have one shape")
     if len(of_k) != (4 if kv_offsets is None else 3):
-        raise ValueError("keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without")
+        given = "no kv_offsets" if kv_offsets is None else "kv_offsets"
+        raise ValueError(
+            f"gdpa: keys must be [Tk, G, d] with kv_offsets or [B, M, G, d] without, are {list(of_k)} and {given}"
+        )
     k, v = alike("gdpa", q, k, v)
     sequences: int | None = of_k[0]
     if kv_offsets is not None:
@@ -101,7 +107,8 @@ def gdpa(
     if request_index is not None:
         if window is not None:
             raise ValueError(
-                "request_index goes with no window: copy the keys for each impression, kernels.jagged.gather_sequences"
+                "gdpa: request_index goes with no window: copy the keys for each impression, "
+                "kernels.jagged.gather_sequences"
             )
         q_offsets = by_request("gdpa", q, q_offsets, request_index, _sequences(k, kv_offsets))
     elif q_offsets is not None:
@@ -110,7 +117,7 @@ def gdpa(
     bound = -1 if max_keys is None or kv_offsets is None else max_keys
     inputs = (q, k, v, q_offsets, kv_offsets, activation, scale, logit_scale, limit, bound)
     if not direct(q, k, v):
-        refuse_tangents("gdpa", inputs)
+        refuse_transforms("gdpa", inputs)
         out = _gdpa(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Eager.apply(*inputs)
@@ -208,7 +215,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = _backward_once(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        grad, saved = grad.contiguous(), ctx.saved_tensors
+        run = _backward_once if direct(grad, *saved[1:3]) else _gdpa_backward
+        gradients = run(grad, *saved, *ctx.options)
         return (*gradients, None, None, None, None, None, None, None)
 
 

@@ -28,6 +28,7 @@ from kernels.jagged.padding import (
     PackedSide,
     compute_dtype,
     join_heads,
+    nothing,
     padded_groups,
     spread_heads,
 )
@@ -74,12 +75,15 @@ def forward(
     the GPU kernels only.
     """
     act = _ACTIVATIONS[activation]
+    if nothing(q, k):
+        rows = q.shape[0] if q_offsets is not None else q.shape[0] * _batch(k, kv_offsets)
+        return q.new_zeros((rows, *q.shape[1:]))
     dtype, heads = compute_dtype(q.dtype), q.shape[1]
     groups, queries, keys = _sides(q, k, q_offsets, kv_offsets)
     out = queries.buffer(v.shape[-1], dtype)
     for g, group in enumerate(groups):
         k_padded = spread_heads(keys.take(k, g, dtype) * logit_scale, heads)
-        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale), heads)
+        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale, dtype), heads)
         p = act.forward(_queries(q, q_offsets, queries, g, dtype) @ k_padded.transpose(2, 3))
         if window >= 0:
             p = p.masked_fill(_outside(group, window, q.device), 0)
@@ -102,6 +106,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each of the shape of its tensor."""
     act = _ACTIVATIONS[activation]
+    if nothing(q, k):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype, heads = compute_dtype(q.dtype), q.shape[1]
     groups, queries, keys = _sides(q, k, q_offsets, kv_offsets)
     dq = queries.buffer(q.shape[-1], dtype)
@@ -109,8 +115,8 @@ def backward(
     for g, group in enumerate(groups):
         q_padded = _queries(q, q_offsets, queries, g, dtype)
         k_padded = spread_heads(keys.take(k, g, dtype) * logit_scale, heads)
-        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale), heads)
-        do = queries.take(grad, g, dtype) * _factor(queries.real(g), 1.0)
+        v_padded = spread_heads(keys.take(v, g, dtype) * _factor(keys.real(g), scale, dtype), heads)
+        do = queries.take(grad, g, dtype) * _factor(queries.real(g), 1.0, dtype)
         s = q_padded @ k_padded.transpose(2, 3)
         p = act.forward(s)
         ds = act.backward(do @ v_padded.transpose(2, 3), s)
@@ -134,7 +140,7 @@ def _sides(
     q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None
 ) -> tuple[list[Group], PackedSide, PackedSide | DenseSide]:
     if q_offsets is None:
-        batch = k.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
+        batch = _batch(k, kv_offsets)
         q_offsets = torch.arange(batch + 1, device=q.device) * q.shape[0]
         q_rows = q.shape[0] * batch
     else:
@@ -149,14 +155,18 @@ def _sides(
     return groups, queries, PackedSide(kv_offsets, k.shape[0], rows, [g.kv_length for g in groups], k.shape[1])
 
 
+def _batch(k: Tensor, kv_offsets: Tensor | None) -> int:
+    return k.shape[0] if kv_offsets is None else kv_offsets.shape[0] - 1
+
+
 def _queries(q: Tensor, q_offsets: Tensor | None, side: PackedSide, group: int, dtype: torch.dtype) -> Tensor:
     """Queries ``[b, H, Lq, d]``, or ``[1, H, Q, d]`` where all sequences ask the same."""
     return side.take(q, group, dtype) if q_offsets is not None else q.to(dtype).transpose(0, 1)[None]
 
 
-def _factor(real: Tensor, factor: float) -> Tensor:
+def _factor(real: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """Zero for padding, ``factor`` elsewhere: ``[b, 1, L, 1]``. A padded key with value zero adds nothing."""
-    return (real * factor)[:, None, :, None]
+    return (real.to(dtype) * factor)[:, None, :, None]
 
 
 def _outside(group: Group, window: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.common.backend import Backend
-from kernels.common.inputs import FLOATS, cast, require_floats
+from kernels.common.inputs import FLOATS, cast, require_floats, require_tensors
 from kernels.common.operators import operator
 from kernels.interaction import reference
 
@@ -31,10 +31,14 @@ def fm_block(x: Tensor, y: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
+    require_tensors("fm_block", x=x, y=y)
     if x.dtype not in FLOATS or y.dtype not in FLOATS or x.device != y.device:
         require_floats("fm_block", x=x, y=y)
     if x.dim() != 3 or y.dim() not in (2, 3) or y.shape[-2] != x.shape[1] or (y.dim() == 3 and len(y) != len(x)):
-        raise ValueError(f"x {list(x.shape)} and y {list(y.shape)} do not go together: [N, n, D], and [n, k] or with N")
+        raise ValueError(
+            f"fm_block: x {list(x.shape)} and y {list(y.shape)} do not go together: [N, n, D], and [n, k] or [N, n, k] "
+            "are wanted"
+        )
     return _fm_block(x, cast(y, x.dtype))
 
 

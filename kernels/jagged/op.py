@@ -9,27 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.common.backend import Backend
 from kernels.jagged import reference
 
 BACKEND = Backend(reference)
-
-
-def require_length(name: str, value: int) -> None:
-    """Refuses what is no number of rows.
-
-    Raises:
-        ValueError: names the argument.
-    """
-    if torch.compiler.is_compiling():
-        return
-    if isinstance(value, float | Tensor):
-        raise ValueError(f"{name} must be an integer, got {value}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

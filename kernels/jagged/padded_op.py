@@ -5,29 +5,43 @@ Legend: T rows, B sequences, L padded length.
 
 from __future__ import annotations
 
+import math
+from ctypes import c_float
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.common.inputs import require_packed
+from kernels.common.inputs import require_length, require_number, require_packed, require_tensors
 from kernels.common.operators import operator
-from kernels.jagged.op import BACKEND, keep, require_length
+from kernels.jagged import reference
+from kernels.jagged.op import BACKEND, keep
+
+_FINER = (torch.float64, torch.int64, torch.int32)
+"""Types that hold numbers that float32 does not."""
 
 
 def to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float = 0.0) -> Tensor:
-    """``values [T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off."""
+    """``values [T, ...]`` to ``[B, L, ...]``, left aligned; what a sequence has beyond L rows is cut off.
+
+    Raises:
+        ValueError: arguments that do not go together, or a padding that values of this type cannot hold.
+    """
     require_packed("to_padded", "offsets", offsets, values)
-    require_length("max_length", max_length)
+    require_length("to_padded", "max_length", max_length)
+    require_number("to_padded", "padding", padding)
+    if padding:
+        _require_padding(values, padding)
     return _to_padded(values, offsets, max_length, padding, False)
 
 
 def from_padded(padded: Tensor, offsets: Tensor, total: int) -> Tensor:
     """``padded [B, L, ...]`` to ``[T, ...]`` with T = ``total``; rows of a sequence beyond L are zero."""
+    require_tensors("from_padded", padded=padded)
     if padded.dim() < 2:
         raise ValueError(f"from_padded: padded must be [B, L, ...], is {list(padded.shape)}")
-    require_length("total", total)
-    require_packed("from_padded", "offsets", offsets, padded, total, padded.shape[0])
+    require_length("from_padded", "total", total)
+    require_packed("from_padded", "offsets", offsets, padded, total, padded.shape[0], end="total")
     return _from_padded(padded, offsets, total, False)
 
 
@@ -38,13 +52,28 @@ def last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
         the rows, and a bool mask ``[B, k]`` of the real ones.
     """
     require_packed("last_k", "offsets", offsets, values)
-    require_length("k", k)
+    require_length("last_k", "k", k)
     rows, real = _last_k(values, offsets, k)
     return rows, real
 
 
+def _require_padding(values: Tensor, padding: float) -> None:
+    """Refuses a padding that the type of the values cannot hold; floats round it."""
+    dtype = values.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        fits = not torch.finfo(dtype).max < abs(padding) < math.inf
+    else:
+        low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        fits = low <= padding <= high and padding == int(padding) == int(float(padding))  # the operator takes a float64
+    if not fits:
+        raise ValueError(f"to_padded: padding is {padding}, which does not fit into values of {dtype}")
+
+
 def _run_to_padded(values: Tensor, offsets: Tensor, max_length: int, padding: float, right: bool) -> Tensor:
-    return BACKEND.of(values).to_padded(values, offsets, max_length, padding, right)
+    backend = BACKEND.of(values)
+    if padding and values.dtype in _FINER and c_float(padding).value != padding:
+        backend = reference  # kernels take the padding as a float32
+    return backend.to_padded(values, offsets, max_length, padding, right)
 
 
 def _run_from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Tensor:

@@ -26,6 +26,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def nothing(queries: Tensor, values: Tensor) -> bool:
+    """Whether no sum has a term, so that results and gradients are zeros: no query, key, head or element of values."""
+    return not queries.numel() or not values.numel()
+
+
 class Group(NamedTuple):
     """Sequences ``rows`` int64 ``[b]``, padded to these lengths."""
 

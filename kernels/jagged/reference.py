@@ -2,7 +2,8 @@
 
 A packed batch is ``values [T, ...]`` with int64 ``offsets [B + 1]``: sequence b owns the rows
 ``offsets[b] .. offsets[b + 1] - 1``; ``offsets[0]`` is 0 and ``offsets[B]`` is T. Any sequence, and the batch, may be
-empty. Works in any dtype and with any trailing dims.
+empty. Works in any dtype and with any trailing dims; sums of 16 bits are made in float32 and rounded once. Results are
+contiguous, whatever the strides of the inputs.
 
 Legend: T rows, B sequences, L padded length, N gathered rows or sequences, C choices of a row, R source rows or
 sequences.
@@ -63,17 +64,19 @@ def from_padded(padded: Tensor, offsets: Tensor, total: int, right: bool) -> Ten
 
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` int64 ``[N]`` of ``values [R, ...]``, or the sums of C rows for ``[N, C]``: ``[N, ...]``."""
+    rows = values.index_select(0, index.flatten())
     if index.dim() == 1:
-        return values.index_select(0, index)
-    return values.index_select(0, index.flatten()).view(*index.shape, *values.shape[1:]).sum(1, dtype=values.dtype)
+        return rows
+    return rows.view(*index.shape, *values.shape[1:]).sum(1, dtype=_summed_in(values)).to(values.dtype)
 
 
 def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tensor:
     """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
-    out = values.new_zeros((rows, *values.shape[1:]))
+    wide = values.to(_summed_in(values))
     if index.dim() == 2:
-        values = values.repeat_interleave(index.shape[1], dim=0)
-    return out.index_add_(0, index.flatten(), values)
+        wide = wide.repeat_interleave(index.shape[1], dim=0)
+    out = wide.new_zeros((rows, *values.shape[1:]))
+    return out.index_add_(0, index.flatten(), wide).to(values.dtype)
 
 
 def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -84,14 +87,14 @@ def table_sum(values: Tensor, index: Tensor, sizes: Sequence[int]) -> Tensor:
 def embedding_add(values: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """``values[t]`` plus the rows of ``table`` that ``index[t]`` names."""
     wide = _summed_in(values)
-    return (values.to(wide) + gather_rows(table.to(wide), index)).to(values.dtype)
+    return (values.to(wide) + gather_rows(table.to(wide), index)).to(values.dtype).contiguous()
 
 
 def segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:
     """Sum or mean over each sequence: ``[T, ...]`` to ``[B, ...]``; zero for an empty one."""
-    wide = values.to(_summed_in(values)) if mean else values
+    wide = values.to(_summed_in(values))
     total = scatter_sum(wide, sequence_ids(offsets, values.shape[0]), offsets.numel() - 1, True)
-    return (total / _counts(offsets, total)).to(values.dtype) if mean else total
+    return (total / _counts(offsets, total) if mean else total).to(values.dtype)
 
 
 def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
@@ -104,7 +107,7 @@ def spread(rows: Tensor, offsets: Tensor, total: int, mean: bool) -> Tensor:
 
 def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     """Row b of ``dense [B, ...]`` added to every row of sequence b of ``values [T, ...]``."""
-    return values + spread(dense, offsets, values.shape[0], False)
+    return (values + spread(dense, offsets, values.shape[0], False)).contiguous()
 
 
 def concat(a: Tensor, b: Tensor, a_offsets: Tensor, offsets: Tensor) -> Tensor:

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from kernels.common.eager import readable
-from kernels.common.inputs import cast, require_floats, require_index, require_range
+from kernels.common.inputs import (
+    cast,
+    require_flag,
+    require_floats,
+    require_index,
+    require_int,
+    require_length,
+    require_range,
+    require_tensors,
+)
 from kernels.common.operators import operator
-from kernels.jagged.op import BACKEND, keep, require_length
+from kernels.jagged.op import BACKEND, keep
 
 
 def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tensor:
@@ -26,7 +35,8 @@ def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tenso
         rising: the caller promises that ``index [N]`` never falls, like a ``request_index``: the backward, which
             sums the gradients of a row taken more than once, then needs no sort.
     """
-    require_index("gather_rows", values, index, name="index")
+    require_flag("gather_rows", "rising", rising)
+    require_index("gather_rows", values, index, name="index", choices=True)
     if not values.dim():
         raise ValueError("gather_rows: values must be [R, ...], are a single number")
     require_range("gather_rows", index, values.shape[0], rising=rising)
@@ -35,8 +45,9 @@ def gather_rows(values: Tensor, index: Tensor, *, rising: bool = False) -> Tenso
 
 def scatter_sum(values: Tensor, index: Tensor, rows: int, *, rising: bool = False) -> Tensor:
     """``out[r]`` = sum of the rows of ``values [N, ...]`` for which r is in ``index [N]`` or ``[N, C]``."""
-    require_index("scatter_sum", values, index, name="index")
-    require_length("rows", rows)
+    require_flag("scatter_sum", "rising", rising)
+    require_index("scatter_sum", values, index, name="index", choices=True)
+    require_length("scatter_sum", "rows", rows)
     if values.shape[:1] != index.shape[:1]:
         raise ValueError(f"scatter_sum: values {list(values.shape)} and index {list(index.shape)} differ in rows")
     require_range("scatter_sum", index, rows, rising=rising)
@@ -60,24 +71,34 @@ def embedding_add(values: Tensor, table: Tensor, index: Tensor, *, sizes: Sequen
         ValueError: values, table and index do not go together, a type that is not of real floats, or sizes that are
         not those of the table and of the columns.
     """
+    require_tensors("embedding_add", values=values, table=table, index=index)
     require_floats("embedding_add", values=values, table=table)
     if values.shape[1:] != table.shape[1:] or index.shape[:1] != values.shape[:1] or index.dim() not in (1, 2):
         raise ValueError(
-            f"values {list(values.shape)}, table {list(table.shape)} and index {list(index.shape)} do not go together: "
-            "[T, ...], [R, ...] and [T] or [T, C] are wanted"
+            f"embedding_add: values {list(values.shape)}, table {list(table.shape)} and index {list(index.shape)} do "
+            "not go together: [T, ...], [R, ...] and [T] or [T, C] are wanted"
         )
     if index.device != values.device or index.dtype != torch.int64:
-        require_index("embedding_add", values, index, name="index")
-    if sizes and (min(sizes) < 0 or sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
-        raise ValueError(
-            f"sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each column of index "
-            f"{list(index.shape)}"
-        )
+        require_index("embedding_add", values, index, name="index", choices=True)
+    if not isinstance(sizes, tuple) or sizes:
+        _require_sizes(table, index, sizes)
     require_range("embedding_add", index, table.shape[0])
     for column in range(len(sizes) if readable(index) else 0):
         first = sum(sizes[:column])
         require_range("embedding_add", index[:, column] - first, sizes[column], name=f"column {column} of index")
     return _embedding_add(values, cast(table, values.dtype), index, sizes)
+
+
+def _require_sizes(table: Tensor, index: Tensor, sizes: Sequence[int]) -> None:
+    if not isinstance(sizes, list | tuple):
+        raise ValueError(f"embedding_add: sizes must be a list or tuple of integers, is {type(sizes).__name__}")
+    for rows in sizes:
+        require_int("embedding_add", "each of sizes", rows)
+    if sizes and (sum(sizes) != table.shape[0] or index.dim() != 2 or len(sizes) != index.shape[1]):
+        raise ValueError(
+            f"embedding_add: sizes {list(sizes)} must sum to the {table.shape[0]} rows of the table, one for each "
+            f"column of index {list(index.shape)}"
+        )
 
 
 def _run_gather_rows(values: Tensor, index: Tensor, rising: bool) -> Tensor:

@@ -7,22 +7,24 @@ Legend: T rows, B sequences, N gathered sequences, R source sequences.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kernels.common.eager import readable
 from kernels.common.inputs import (
+    require_flag,
     require_index,
-    require_offsets,
+    require_length,
     require_one_device,
     require_packed,
     require_range,
-    require_span,
+    require_tensors,
 )
 from kernels.common.operators import operator
 from kernels.jagged import reference
-from kernels.jagged.op import BACKEND, keep, require_length
+from kernels.jagged.op import BACKEND, keep
 
 
 def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,12 +33,13 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
     Returns:
         values ``[Ta + Tb, ...]`` and offsets ``[B + 1]``.
     """
+    require_tensors("concat", a=a, b=b)
     sequences = require_packed("concat", "a_offsets", a_offsets, a)
     if b.device != a.device:
         require_one_device("concat", a=a, b=b)
     require_packed("concat", "b_offsets", b_offsets, b, None, sequences)
     if a.shape[1:] != b.shape[1:]:
-        raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
+        raise ValueError(f"concat: a {list(a.shape)} and b {list(b.shape)} do not go together: rows differ")
     if a.dtype != b.dtype:
         dtype = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(dtype), b.to(dtype)
@@ -46,10 +49,10 @@ def concat(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> tuple[
 
 def split(values: Tensor, a_offsets: Tensor, b_offsets: Tensor, a_rows: int) -> tuple[Tensor, Tensor]:
     """Undoes ``concat``: ``values [Ta + Tb, ...]`` to ``[Ta, ...]`` and ``[Tb, ...]``; ``a_rows`` is Ta."""
-    require_length("a_rows", a_rows)
-    sequences = require_offsets("split", "a_offsets", a_offsets, values)
-    require_packed("split", "b_offsets", b_offsets, values, values.shape[0] - a_rows, sequences)
-    require_span("split", "a_offsets", a_offsets, a_rows)
+    require_length("split", "a_rows", a_rows)
+    sequences = require_packed("split", "a_offsets", a_offsets, values, a_rows, end="a_rows")
+    rest = "the number of rows less a_rows"
+    require_packed("split", "b_offsets", b_offsets, values, values.shape[0] - a_rows, sequences, end=rest)
     a, b = _split(values, a_offsets, a_offsets + b_offsets, a_rows)
     return a, b
 
@@ -83,14 +86,16 @@ def sequence_rows(offsets: Tensor, index: Tensor, total: int | None = None) -> t
 
 def _new_offsets(operator: str, offsets: Tensor, index: Tensor, total: int | None, rising: bool) -> tuple[Tensor, int]:
     """Offsets of the gathered sequences, and the number of their rows."""
+    require_flag(operator, "rising", rising)
+    if total is not None:
+        require_length(operator, "total", total)
     require_index(operator, offsets, index, name="index")
-    if index.dim() != 1:
-        raise ValueError(f"{operator}: index must be [N], is {list(index.shape)}")
     require_range(operator, index, offsets.shape[0] - 1, rising=rising)
     new_offsets = _gathered_offsets(offsets, index)
     if total is None:
-        return new_offsets, int(new_offsets[-1])
-    require_span(operator, "offsets of the gathered sequences, with total", new_offsets, total)
+        return new_offsets, cast("int", new_offsets[-1].item())  # which export can follow, as it cannot int()
+    if readable(new_offsets) and int(new_offsets[-1]) != total:
+        raise ValueError(f"{operator}: total is {total}, but the sequences have {int(new_offsets[-1])} rows")
     return new_offsets, total
 
 

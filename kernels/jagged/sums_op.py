@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kernels.common.inputs import cast, require_floats, require_one_device, require_packed
+from kernels.common.inputs import cast, require_floats, require_one_device, require_packed, require_tensors
 from kernels.common.operators import operator
 from kernels.jagged.op import BACKEND, keep
 
@@ -29,14 +30,22 @@ def segment_mean(values: Tensor, offsets: Tensor) -> Tensor:
 
 def broadcast_add(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     """Adds row b of ``dense [B, ...]``, in the dtype of values, to every row of sequence b of ``values [T, ...]``."""
+    require_tensors("broadcast_add", values=values, dense=dense)
     require_packed("broadcast_add", "offsets", offsets, values, None, dense.shape[0] if dense.dim() else None)
     if not dense.dim() or dense.shape[1:] != values.shape[1:]:
-        raise ValueError(f"values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ")
+        raise ValueError(
+            f"broadcast_add: values {list(values.shape)} and dense {list(dense.shape)} do not go together: rows differ"
+        )
     if dense.device != values.device:
         require_one_device("broadcast_add", values=values, dense=dense)
-    if dense.dtype != values.dtype and dense.is_floating_point() > values.is_floating_point():
+    if dense.dtype != values.dtype and not _fits(dense.dtype, values.dtype):
         raise ValueError(f"broadcast_add: dense is {dense.dtype}, which does not fit into {values.dtype}: cast it")
     return _broadcast_add(values, offsets, cast(dense, values.dtype))
+
+
+def _fits(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a cast to the other type keeps what is meant: floats are rounded, all else must be held as it is."""
+    return (dtype.is_floating_point and other.is_floating_point) or torch.promote_types(dtype, other) == other
 
 
 def _run_segment_sum(values: Tensor, offsets: Tensor, mean: bool) -> Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common.attention_inputs import alike, by_request, require_count, require_shapes
+from kernels.common.attention_inputs import alike, by_request, require_shapes
 from kernels.common.backend import Backend
-from kernels.common.eager import direct, refuse_tangents
-from kernels.common.inputs import require_numbers, require_packed
+from kernels.common.eager import direct, refuse_transforms
+from kernels.common.inputs import require_finite, require_flag, require_int, require_packed, require_tensors
 from kernels.common.operators import refusal, undifferentiated
 from kernels.jagged.padding import compute_dtype
 from kernels.jagged_attention import reference
@@ -73,33 +73,36 @@ def jagged_attention(
     Raises:
         ValueError: arguments that do not go together, or a negative window, or a scale that is not positive.
     """
-    require_count("window", window)
-    if isinstance(scale, Tensor):
-        require_numbers("jagged_attention", scale=scale)
+    require_flag("jagged_attention", "causal", causal)
+    if window is not None:
+        require_int("jagged_attention", "window", window)
+    if scale is not None:
+        require_finite("jagged_attention", "scale", scale)
+    require_tensors("jagged_attention", q=q, k=k, v=v)
     of_q, of_k, of_v = q.shape, k.shape, v.shape
-    require_shapes(of_q, of_k, of_v)
+    require_shapes("jagged_attention", of_q, of_k, of_v)
     if len(of_k) != 3:
-        raise ValueError(f"k {list(of_k)} and v {list(of_v)} must be [Tk, G, d] and [Tk, G, e]")
+        raise ValueError(f"jagged_attention: k {list(of_k)} and v {list(of_v)} must be [Tk, G, d] and [Tk, G, e]")
     k, v = alike("jagged_attention", q, k, v)
     sequences = require_packed("jagged_attention", "kv_offsets", kv_offsets, k)
     if request_index is not None:
         if causal or window is not None:
             raise ValueError(
-                "request_index goes with neither causal nor window: copy the keys for each impression, "
-                "kernels.jagged.gather_sequences"
+                "jagged_attention: request_index goes with neither causal nor window: copy the keys for each "
+                "impression, kernels.jagged.gather_sequences"
             )
         q_offsets = by_request("jagged_attention", q, q_offsets, request_index, kv_offsets.shape[0] - 1)
     elif q_offsets is not None:
         require_packed("jagged_attention", "q_offsets", q_offsets, q, sequences=sequences)
     factor = of_q[2] ** -0.5 if scale is None else scale
-    if not 0 < factor < torch.inf:
+    if not factor > 0:
         raise ValueError(
-            f"scale must be positive and finite, got {factor}: to turn the order of the keys round, negate q"
+            f"jagged_attention: scale must be positive, got {factor}: to turn the order of the keys round, negate q"
         )
     limit = -1 if window is None else window
     inputs = (q, k, v, q_offsets, kv_offsets, factor, causal, limit)
     if not direct(q, k, v):
-        refuse_tangents("jagged_attention", inputs)
+        refuse_transforms("jagged_attention", inputs)
         out, _ = _jagged_attention(*inputs)
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out = _Eager.apply(*inputs)
@@ -189,7 +192,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = _backward_once(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+        grad, saved = grad.contiguous(), ctx.saved_tensors
+        run = _backward_once if direct(grad, *saved[1:3]) else _jagged_attention_backward
+        gradients = run(grad, *saved, *ctx.options)
         return (*gradients, None, None, None, None, None)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.jagged.padding import Group, PackedSide, compute_dtype, join_heads, padded_groups, spread_heads
+from kernels.jagged.padding import Group, PackedSide, compute_dtype, join_heads, nothing, padded_groups, spread_heads
 
 _HIDDEN = -1e30
 """Logit of a key that does not count: finite, so that a query without keys stays free of NaN."""
@@ -43,6 +43,9 @@ def forward(
     output has the rows of the B copies of q, one after another.
     """
     dtype, heads = compute_dtype(q.dtype), q.shape[1]
+    if nothing(q, v):
+        rows = q.shape[0] if q_offsets is not None else q.shape[0] * (kv_offsets.shape[0] - 1)
+        return q.new_zeros((rows, heads, v.shape[2])), q.new_zeros((rows, heads), dtype=dtype)
     groups, queries, keys = _sides(q, q_offsets, kv_offsets, k)
     out, lse = queries.buffer(v.shape[2], dtype), queries.buffer(1, dtype)
     for g, group in enumerate(groups):
@@ -70,6 +73,8 @@ def backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each of the shape of its tensor."""
+    if nothing(q, v):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dtype, heads = compute_dtype(q.dtype), q.shape[1]
     groups, queries, keys = _sides(q, q_offsets, kv_offsets, k)
     dq = queries.buffer(q.shape[2], dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.common.backend import Backend
-from kernels.common.inputs import FLOATS, require_floats, require_numbers
+from kernels.common.inputs import FLOATS, require_finite, require_floats, require_tensors
 from kernels.common.operators import operator
 from kernels.norms import reference
 
@@ -38,7 +38,7 @@ def layer_norm(
     Raises:
         ValueError: arguments that do not go together.
     """
-    return _apply(x, None, gate, weight, bias, eps, True, act, dtype)[0]
+    return _apply("layer_norm", x, None, gate, weight, bias, eps, True, act, dtype)[0]
 
 
 def rms_norm(
@@ -51,7 +51,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight * act(gate)`` over the last dim; arguments as in ``layer_norm``."""
-    return _apply(x, None, gate, weight, None, eps, False, act, dtype)[0]
+    return _apply("rms_norm", x, None, gate, weight, None, eps, False, act, dtype)[0]
 
 
 def add_layer_norm(
@@ -66,7 +66,8 @@ def add_layer_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Layer norm of ``z = x + residual``, and z in the dtype of x, in one pass; arguments as in ``layer_norm``."""
-    return _apply(x, residual, gate, weight, bias, eps, True, act, dtype)
+    require_tensors("add_layer_norm", residual=residual)
+    return _apply("add_layer_norm", x, residual, gate, weight, bias, eps, True, act, dtype)
 
 
 def add_rms_norm(
@@ -80,10 +81,12 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of ``z = x + residual``, and z in the dtype of x, in one pass; arguments as in ``layer_norm``."""
-    return _apply(x, residual, gate, weight, None, eps, False, act, dtype)
+    require_tensors("add_rms_norm", residual=residual)
+    return _apply("add_rms_norm", x, residual, gate, weight, None, eps, False, act, dtype)
 
 
 def _apply(
+    operator: str,
     x: Tensor,
     residual: Tensor | None,
     gate: Tensor | None,
@@ -94,33 +97,39 @@ def _apply(
     act: str,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    require_tensors(operator, x=x)
     shape, device = x.shape, x.device
     if act not in ("sigmoid", "silu"):
-        raise ValueError(f"act must be sigmoid or silu, got {act!r}")
-    if isinstance(eps, Tensor):
-        require_numbers("norm", eps=eps)
+        raise ValueError(f"{operator}: act must be sigmoid or silu, got {act!r}")
+    require_finite(operator, "eps", eps)
     if not shape or not shape[-1]:
-        raise ValueError(f"norm: x must be [..., D] with D of at least 1, is {list(shape)}")
+        raise ValueError(f"{operator}: x must be [..., D] with D of at least 1, is {list(shape)}")
     if x.dtype not in FLOATS:
-        require_floats("norm", x=x)
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"norm: dtype must be of floats, is {dtype}")
+        require_floats(operator, x=x)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise ValueError(f"{operator}: dtype must be of floats, is {dtype}")
     for name, other in (("residual", residual), ("gate", gate)):
-        if other is not None and other.shape != shape:
-            raise ValueError(f"{name} {list(other.shape)} must have the shape of x {list(shape)}")
-        if other is not None and (other.device != device or other.dtype not in FLOATS):
-            require_floats("norm", **{"x": x, name: other})
+        if other is not None and not _goes_with(other, shape, device):
+            _refuse(operator, name, other, x, f"must have the shape of x {list(shape)}")
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.shape != shape[-1:]:
-            raise ValueError(f"{name} {list(other.shape)} must have the width of x {list(shape)}")
-        if other is not None and (other.device != device or other.dtype not in FLOATS):
-            require_floats("norm", **{"x": x, name: other})
+        if other is not None and not _goes_with(other, shape[-1:], device):
+            _refuse(operator, name, other, x, f"must have the width of x {list(shape)}")
     options = (weight, bias, eps, center, act, x.dtype if dtype is None else dtype)
     if len(shape) == 2:
         return _norm(x, residual, gate, *options)
     rows = [None if t is None else t.reshape(-1, shape[-1]) for t in (x, residual, gate)]
     y, z = _norm(*rows, *options)
     return y.view(shape), z.view(shape) if residual is not None else z
+
+
+def _goes_with(other: Tensor, shape: torch.Size, device: torch.device) -> bool:
+    return isinstance(other, Tensor) and other.shape == shape and other.device == device and other.dtype in FLOATS
+
+
+def _refuse(operator: str, name: str, other: Tensor, x: Tensor, wanted: str) -> None:
+    require_tensors(operator, **{name: other})
+    require_floats(operator, **{"x": x, name: other})
+    raise ValueError(f"{operator}: {name} {list(other.shape)} {wanted}")
 
 
 def _forward(

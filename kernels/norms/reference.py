@@ -41,7 +41,7 @@ def forward(
         y = _affine(_normalise(z.to(precise), eps, center)[0], weight, bias)
     if gate is not None:
         y = y * _activate(gate.to(precise), act)[0]
-    return y.to(dtype), z if residual is not None else x.new_empty((0,))
+    return y.to(dtype).contiguous(), z.contiguous() if residual is not None else x.new_empty((0,))
 
 
 def backward(
@@ -65,14 +65,14 @@ def backward(
         _, mean, scale = torch.native_layer_norm(z, z.shape[1:], weight, bias, eps)
         mask = [True, weight is not None, bias is not None]
         found = torch.ops.aten.native_layer_norm_backward(grad, z, z.shape[1:], mean, scale, weight, bias, mask)
-        d_x, d_weight, d_bias = (z.new_empty((0,)) if t is None else t for t in found)
-        return d_x, z.new_empty((0,)), d_weight, d_bias
+        d_x, d_weight, d_bias = (_empty(z) if t is None else t.contiguous() for t in found)
+        return d_x, _empty(z), d_weight, d_bias
     u, scale = _normalise(z.to(precise), eps, center)
-    g, empty = grad.to(precise), z.new_empty((0,))
-    d_gate, d_weight, d_bias = empty, empty, empty
+    g = grad.to(precise)
+    d_gate, d_weight, d_bias = _empty(z), _empty(z), _empty(z)
     if gate is not None:
         value, slope = _activate(gate.to(precise), act)
-        d_gate = (g * _affine(u, weight, bias) * slope).to(gate.dtype)
+        d_gate = (g * _affine(u, weight, bias) * slope).to(gate.dtype).contiguous()
         g = g * value
     if weight is not None:
         d_weight = (g * u).sum(0).to(weight.dtype)
@@ -86,7 +86,12 @@ def backward(
     dz = dz * scale
     if grad_z is not None:
         dz = dz + grad_z.to(precise)
-    return dz.to(z.dtype), d_gate, d_weight, d_bias
+    return dz.to(z.dtype).contiguous(), d_gate, d_weight, d_bias
+
+
+def _empty(z: Tensor) -> Tensor:
+    """The gradient of what is not there; one for each, since an operator returns no tensor twice."""
+    return z.new_empty((0,))
 
 
 def _alike(z: Tensor, *others: Tensor | None) -> bool:

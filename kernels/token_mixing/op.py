@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.common.backend import Backend
-from kernels.common.eager import all_direct, refuse_tangents
-from kernels.common.inputs import FLOATS, cast, require_floats
+from kernels.common.eager import all_direct, refuse_transforms
+from kernels.common.inputs import FLOATS, cast, require_floats, require_tensors
 from kernels.common.operators import operator, undifferentiated, wanted
 from kernels.token_mixing import reference
 
@@ -33,11 +33,13 @@ def mix_tokens(x: Tensor, matrix: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
+    require_tensors("mix_tokens", x=x, matrix=matrix)
     if x.dtype not in FLOATS or matrix.dtype not in FLOATS or x.device != matrix.device:
         require_floats("mix_tokens", x=x, matrix=matrix)
     if x.dim() != 3 or matrix.dim() != 2 or matrix.shape[0] != x.shape[1]:
         raise ValueError(
-            f"x {list(x.shape)} and matrix {list(matrix.shape)} do not go together: [N, n, D] and [n, P] are wanted"
+            f"mix_tokens: x {list(x.shape)} and matrix {list(matrix.shape)} do not go together: [N, n, D] and [n, P] "
+            "are wanted"
         )
     return _mix_tokens(x, cast(matrix, x.dtype))
 
@@ -58,11 +60,12 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or devices that do not go together, or a type that is not of real floats.
     """
+    require_tensors("sum_kron", x=x, mix=mix, maps=maps)
     of_x, of_mix, of_maps = x.shape, mix.shape, maps.shape
     fits = len(of_x) == len(of_mix) == len(of_maps) == 3 and of_mix[0] == of_maps[0]
     if not fits or of_mix[1] != of_x[1] or of_maps[1] != of_x[2]:
         raise ValueError(
-            f"x {list(of_x)}, mix {list(of_mix)} and maps {list(of_maps)} do not go together: [N, n, D], "
+            f"sum_kron: x {list(of_x)}, mix {list(of_mix)} and maps {list(of_maps)} do not go together: [N, n, D], "
             "[K, n, P] and [K, D, E] are wanted"
         )
     if not x.dtype == mix.dtype == maps.dtype or x.dtype not in FLOATS or not x.device == mix.device == maps.device:
@@ -78,7 +81,7 @@ def sum_kron(x: Tensor, mix: Tensor, maps: Tensor) -> Tensor:
 def _apply(inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     if all_direct(inputs):
         return _SumKron.apply(*inputs) if wanted(inputs) else _sum_kron(*inputs)[0]
-    refuse_tangents("sum_kron", inputs)
+    refuse_transforms("sum_kron", inputs)
     x, mix, maps = inputs
     (terms, width, outputs), rows, few = maps.shape, x.shape[0], mix.shape[2]
     mixed = _mix_tokens(x, mix).view(rows * few, terms * width)
@@ -118,7 +121,7 @@ def _run_sum_kron_backward(
     dx = d_mix = d_maps = None
     with torch.autocast(x.device.type, enabled=False):
         if of_product:
-            dx, d_mix = _backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
+            dx, d_mix = _mix_tokens_backward(torch.mm(grad, joined.t()).view(rows, terms * few, width), x, mix)
         if mixed is not None:
             d_maps = torch.mm(mixed.t(), grad).view(terms, width, joined.shape[1])
     return dx, d_mix, d_maps

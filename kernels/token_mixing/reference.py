@@ -36,7 +36,9 @@ def sides(matrix: Tensor) -> tuple[int, int, int]:
 
 def as_terms(joined: Tensor, like: Tensor) -> Tensor:
     """``[n, P]`` in the shape of a matrix."""
-    return joined if like.dim() == 2 else joined.unflatten(1, (-1, like.shape[0])).permute(2, 0, 1).contiguous()
+    if like.dim() == 2:
+        return joined
+    return joined.unflatten(1, (like.shape[2], like.shape[0])).permute(2, 0, 1).contiguous()
 
 
 def _joined(matrix: Tensor) -> Tensor:

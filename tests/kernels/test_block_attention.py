@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_attention import BLOCK, block_attention
+from kernels.block_attention import BLOCK, block_attention, op
 from kernels.jagged import offsets_from_lengths
 
 LENGTHS = [3, 0, 64, 130, 1, 65]
@@ -89,7 +89,40 @@ def test_only_differences_of_positions_matter() -> None:
     q, k, v, offsets, positions, frequencies = make(LENGTHS, 2, 2, 4, 1)
     assert positions is not None
     out = [block_attention(q, k, v, offsets, positions=p, frequencies=frequencies) for p in (positions, positions + 8)]
-    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)  # the sum is rounded in float32
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)  # the sum of position and 8 is rounded in float32
+
+
+FROM = {torch.float32: 2.0**23, torch.float64: 1.7e9, torch.int64: 2**62, torch.uint8: 0}
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("dtype", FROM)
+def test_positions_may_count_from_anywhere(dtype: torch.dtype, columns: int) -> None:
+    q, k, v, offsets, _, frequencies = make(LENGTHS, 2, 2, 4, columns)
+    q, k, v = (x.float() for x in (q, k, v))
+    near = torch.arange(q.shape[0] * columns).flip(0).view(-1, columns) % 251  # uint8 would go round between two
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    choice = {"offsets": offsets, "frequencies": frequencies}
+    out = [block_attention(*leaves, positions=x, **choice) for x in (near.float(), near.to(dtype) + FROM[dtype])]
+    assert torch.equal(*out)
+    assert all(map(torch.equal, *(torch.autograd.grad(x.square().sum(), leaves) for x in out)))
+
+
+def test_positions_that_float32_does_not_hold_are_shifted_for_the_kernels() -> None:
+    *_, offsets, _, _ = make([3, 66], 1, 1, 4)
+    places = torch.arange(69)
+    want = torch.cat([torch.arange(3), torch.arange(64), torch.arange(2)]).float()
+    for positions in (places.double() + 1.7e9, places + 2**62):
+        assert torch.equal(op._from_block_start(positions, offsets), want)
+    for positions in (places.float(), places.bfloat16(), None):
+        assert op._from_block_start(positions, offsets) is positions  # the kernels do it
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_positions_of_empty_batches(lengths: list[int]) -> None:
+    q, k, v, offsets, _, _ = make(lengths, 2, 2, 4)
+    choice = {"positions": torch.zeros(0).double(), "frequencies": torch.ones(2)}
+    assert block_attention(q, k, v, offsets, **choice).shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -137,5 +170,16 @@ def test_wrong_arguments_are_refused() -> None:
         block_attention(q, k, v, offsets, positions=positions)
     with pytest.raises(ValueError, match="positions"):
         block_attention(q, k, v, offsets, positions=positions[:2], frequencies=frequencies)
+    with pytest.raises(ValueError, match=r"d must be a multiple of 4 with 2 column\(s\) of positions"):
+        block_attention(
+            *(x[..., :2] for x in (q, k, v)), offsets, positions=positions.expand(-1, 2), frequencies=frequencies
+        )
+    for name in ("positions", "frequencies"):
+        learned = {"positions": positions, "frequencies": frequencies}
+        learned[name] = torch.nn.Parameter(learned[name])
+        with pytest.raises(ValueError, match=f"block_attention: {name} would get no gradient"):
+            block_attention(q, k, v, offsets, **learned)
+        with torch.no_grad():
+            block_attention(q, k, v, offsets, **learned)
     with pytest.raises(ValueError, match="one per pair"):
         block_attention(q, k, v, offsets, positions=positions, frequencies=torch.ones(3))

@@ -54,6 +54,45 @@ def test_forward_mode_is_refused(name: str) -> None:
             call(torch.autograd.forward_ad.make_dual(values[0], values[0]), *values[1:])
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_func_is_refused_by_name(name: str) -> None:
+    call, inputs = made(name)
+    values, places = [x.detach() for x in inputs], tuple(range(len(inputs)))
+    pairs = [torch.stack([x, x]) for x in values]
+    for run, args in (
+        (torch.func.grad(lambda *x: loss(call(*x)), places), values),
+        (torch.func.vmap(torch.func.grad(lambda *x: loss(call(*x)), places)), pairs),
+        (torch.func.grad(lambda *x: torch.func.vmap(lambda *y: loss(call(*y)))(*x).sum(), places), pairs),
+    ):
+        with pytest.raises(NotImplementedError, match=r"\w+ has no derivative for torch.func"):
+            run(*args)
+    constant = torch.func.grad(lambda x: loss(call(*values)) + x.sum())(torch.ones(2))
+    assert torch.equal(constant, torch.ones(2)), "what is not differentiated may be called"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_batched_gradients_go_one_by_one(name: str) -> None:
+    call, inputs = made(name)
+    out = call(*inputs)
+    out = out[0] if isinstance(out, tuple) else out
+    grads = torch.randn(2, *out.shape, dtype=out.dtype)
+    batched = torch.autograd.grad(out, inputs, grads, is_grads_batched=True, retain_graph=True)
+    for row, grad in enumerate(grads):
+        for got, want in zip(batched, torch.autograd.grad(out, inputs, grad, retain_graph=True), strict=True):
+            torch.testing.assert_close(got[row], want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_sequences_of_unknown_length(strict: bool) -> None:
+    class Gather(torch.nn.Module):
+        def forward(self, values: Tensor, index: Tensor) -> Tensor:
+            return jagged.gather_sequences(values, OFF, index)[0]
+
+    values, other = torch.randn(8, 2), torch.tensor([0, 0, 2])
+    exported = torch.export.export(Gather(), (values, torch.tensor([2, 0, 2])), strict=strict).module()
+    assert torch.equal(exported(values, other), Gather()(values, other))
+
+
 def test_learned_numbers_are_refused() -> None:
     q, number = torch.randn(HEADS), torch.ones((), requires_grad=True)
     for option in ("scale", "logit_scale"):
@@ -61,7 +100,7 @@ def test_learned_numbers_are_refused() -> None:
             gdpa(q, q, q, OFF, OFF, **{option: number})
     with pytest.raises(ValueError, match="jagged_attention: scale must be a number"):
         jagged_attention(q, q, q, OFF, OFF, scale=number)
-    with pytest.raises(ValueError, match="norm: eps must be a number"):
+    with pytest.raises(ValueError, match="rms_norm: eps must be a number"):
         rms_norm(q, eps=number)
 
 

@@ -246,3 +246,31 @@ def test_wrong_arguments_are_refused() -> None:
         gdpa(q, q, q, offsets, offsets, request_index=torch.zeros(1, dtype=torch.int64), window=1)
     with pytest.raises(ValueError, match="keys must be"):
         gdpa(q, q, q, offsets)
+
+
+def test_scale_is_as_exact_as_the_inputs() -> None:
+    q, offsets = make([2, 0, 3], 1, 4, seed=1)
+    q.requires_grad_()
+    out, whole = (gdpa(q, q, q, offsets, offsets, scale=scale) for scale in (0.1, 1.0))
+    torch.testing.assert_close(out, whole * 0.1, rtol=1e-14, atol=1e-14)
+    (got,), (want,) = (torch.autograd.grad(x.sum(), q) for x in (out, whole))
+    torch.testing.assert_close(got, want * 0.1, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_the_default_dtype_does_not_matter(default: torch.dtype, dtype: torch.dtype) -> None:
+    q, offsets = make([2, 0, 3], 1, 4, seed=1)
+
+    def run() -> list[Tensor]:
+        leaf = q.to(dtype).requires_grad_()
+        out = gdpa(leaf, leaf, leaf, offsets, offsets, scale=0.1, window=1)
+        return [out, *torch.autograd.grad(out.sum(), leaf)]
+
+    want = run()
+    torch.set_default_dtype(default)
+    try:
+        got = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

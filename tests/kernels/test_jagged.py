@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -138,7 +139,7 @@ def test_embeddings_of_time_and_position() -> None:
     assert torch.equal(out, jagged.embedding_add(values, tables, index, sizes=(4, 6)))
     with pytest.raises(ValueError, match="must sum to the 10 rows"):
         jagged.embedding_add(values, tables, index, sizes=(4, 5))
-    with pytest.raises(ValueError, match="must sum to"):
+    with pytest.raises(ValueError, match="must not be negative"):
         jagged.embedding_add(values, tables, index, sizes=(-1, 11))
     for other in ((values, tables[:, :1], index), (values, tables, index[:1]), (values[:1], tables, index)):
         with pytest.raises(ValueError, match="do not go together"):  # a kernel would read beyond their ends
@@ -246,3 +247,83 @@ def test_means_of_many_half_rows_are_finite() -> None:
 def test_sums_of_choices_keep_their_dtype() -> None:
     for dtype in (torch.int32, torch.bfloat16):
         assert jagged.gather_rows(torch.ones(3, 2, dtype=dtype), torch.tensor([[0, 2]])).dtype == dtype
+
+
+ONE = torch.tensor([0, 1000])
+ZEROS = torch.zeros(1000, dtype=torch.int32)
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "segment_sum": lambda x: jagged.segment_sum(x, ONE),
+    "scatter_sum": lambda x: jagged.scatter_sum(x, ZEROS, 1),
+    "scatter_sum, choices": lambda x: jagged.scatter_sum(x[:500], ZEROS.view(500, 2), 1),
+    "gather_rows, choices": lambda x: jagged.gather_rows(x, torch.arange(1000)[None]),
+    "embedding_add": lambda x: jagged.embedding_add(x[:1] * 0, x, torch.arange(1000)[None]),
+}
+SUMMED_BACK: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather_rows": lambda x: jagged.gather_rows(x, ZEROS, rising=True),
+    "broadcast_add": lambda x: jagged.broadcast_add(torch.zeros(1000, *x.shape[1:], dtype=x.dtype), ONE, x),
+    "gather_sequences": lambda x: jagged.gather_sequences(x, ONE[:2] // 1000, ZEROS)[0],
+    "embedding_add": lambda x: jagged.embedding_add(torch.zeros(1000, *x.shape[1:], dtype=x.dtype), x, ZEROS),
+    "embedding_add, sizes": lambda x: jagged.embedding_add(
+        torch.zeros(1000, *x.shape[1:], dtype=x.dtype), x, ZEROS[:, None], sizes=(1,)
+    ),
+    "scatter_sum": lambda x: jagged.scatter_sum(x.expand(1000, *x.shape[1:]), torch.arange(1000), 1000),
+}
+
+
+@pytest.mark.parametrize("dims", [(), (3,)])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_16_bits_are_made_in_float32(name: str, dims: tuple[int, ...]) -> None:
+    assert (SUMS[name](torch.ones(1000, *dims).bfloat16()) == 1000).all()  # bfloat16 would stop at 256
+    assert (SUMS[name](torch.full((1000, *dims), 4.0).half()) == 4000).all()
+
+
+@pytest.mark.parametrize("dims", [(), (3,)])
+@pytest.mark.parametrize("name", SUMMED_BACK)
+def test_gradients_of_16_bits_are_summed_in_float32(name: str, dims: tuple[int, ...]) -> None:
+    x = torch.ones(1, *dims, dtype=torch.bfloat16, requires_grad=True)
+    out = SUMMED_BACK[name](x)
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert (grad == 1000).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
+def test_padding_is_exact(dtype: torch.dtype) -> None:
+    padding = 0.1 if dtype.is_floating_point else 16_777_217
+    assert jagged.to_padded(torch.ones(6, dtype=dtype), OFFSETS, 1, padding)[1].item() == padding
+
+
+@pytest.mark.parametrize(("dtype", "padding"), [(torch.float64, 0.1), (torch.int64, 16_777_217)])
+def test_the_kernels_get_no_padding_that_float32_rounds(
+    dtype: torch.dtype, padding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.ones(6, dtype=dtype)
+    monkeypatch.setattr(jagged.padded_op, "BACKEND", SimpleNamespace(of=lambda _: SimpleNamespace()))
+    assert jagged.to_padded(values, OFFSETS, 1, padding)[1].item() == padding
+    with pytest.raises(AttributeError):
+        jagged.to_padded(values, OFFSETS, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "padding"),
+    [
+        (torch.int64, 0.5),
+        (torch.int8, 128),
+        (torch.uint8, -1),
+        (torch.bool, 2),
+        (torch.int32, torch.inf),
+        (torch.half, 1e5),
+    ],
+)
+def test_a_padding_that_values_cannot_hold_is_refused(dtype: torch.dtype, padding: float) -> None:
+    with pytest.raises(ValueError, match=r"to_padded: padding is .*, which does not fit into values of"):
+        jagged.to_padded(torch.ones(6, dtype=dtype), OFFSETS, 3, padding)
+
+
+def test_what_is_added_to_all_rows_keeps_its_meaning() -> None:
+    for dense, values in ((torch.int64, torch.int8), (torch.complex64, torch.float32), (torch.float32, torch.int64)):
+        with pytest.raises(ValueError, match=r"broadcast_add: dense is .*, which does not fit into"):
+            jagged.broadcast_add(torch.ones(6, dtype=values), OFFSETS, torch.ones(4, dtype=dense))
+    for dense, values in ((torch.int32, torch.int64), (torch.float64, torch.bfloat16), (torch.int64, torch.float32)):
+        out = jagged.broadcast_add(torch.ones(6, dtype=values), OFFSETS, torch.ones(4, dtype=dense))
+        assert out.dtype == values
+        assert (out == 2).all()

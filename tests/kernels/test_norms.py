@@ -70,6 +70,14 @@ def test_operator_passes_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.opengem.norm.default, (x, residual, gate, weight, None, 1e-5, False, "silu", dtype))
 
 
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_what_is_not_there_are_different_tensors(dtype: torch.dtype, center: bool) -> None:
+    x, grad, _ = inputs(4, 6, dtype=dtype)
+    arguments = (grad, None, x, None, None, None, 1e-5, center, "silu")
+    torch.library.opcheck(torch.ops.opengem.norm_backward.default, arguments, test_utils="test_schema")
+
+
 def test_low_precision_is_computed_in_float32() -> None:
     (x, gate), (weight,) = inputs(4, 6, count=2, dtype=torch.bfloat16), inputs(6, count=1, dtype=torch.float32)
     exact = rms_norm(x.float(), weight, gate=gate.float())
