@@ -76,6 +76,8 @@ def scatter_sum(values: Tensor, index: Tensor, rows: int, rising: bool) -> Tenso
     if index.dim() == 2:
         wide = wide.repeat_interleave(index.shape[1], dim=0)
     out = wide.new_zeros((rows, *values.shape[1:]))
+    if out.is_cuda:  # where index_add_ adds with atomics, in another order in every run, and this sorts
+        return out.index_put_((index.flatten().long(),), wide, accumulate=True).to(values.dtype)
     return out.index_add_(0, index.flatten(), wide).to(values.dtype)
 
 

@@ -188,6 +188,17 @@ def test_movement_with_offsets_that_do_not_lie_side_by_side(name: str, monkeypat
     assert all(torch.equal(a, b) for a, b in zip(step(), want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_sums_without_a_kernel_are_the_same_in_every_run(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(300_000, 3, generator=generator, device="cuda", dtype=dtype)
+    index = torch.randint(5, (300_000,), generator=generator, device="cuda")
+    runs = [without_waiting(lambda: jagged.scatter_sum(x, index, 5)) for _ in range(5)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    want = torch.stack([x[index == i].sum(0) for i in range(5)])
+    assert (runs[0] - want).norm() / want.norm() < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
 def used(name: str) -> str:
     """Which of x, y and dense an entry of ``MOVEMENTS`` reads."""
     two = {"concat": "xy", "split": "xy", "segment_mean": "y"}
