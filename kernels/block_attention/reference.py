@@ -36,7 +36,8 @@ def forward(
     """Output ``[T, H, d]``; arguments as in ``kernels.block_attention.block_attention``."""
     blocks = block_offsets(offsets)
     if positions is not None and frequencies is not None:
-        turn = angles(positions, frequencies, offsets, compute_dtype(q.dtype))
+        dtype = compute_dtype(q.dtype)
+        turn = angles(from_block_start(positions, offsets, dtype), frequencies, dtype)
         q, k = rotate(q, turn), rotate(k, turn)
     with torch.autocast(q.device.type, enabled=False):
         return jagged_reference.forward(q, k, v, blocks, blocks, scale, False, -1)[0].to(v.dtype)
@@ -57,7 +58,7 @@ def backward(
     dtype = compute_dtype(given)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     if positions is not None and frequencies is not None:
-        turn = angles(positions, frequencies, offsets, dtype)
+        turn = angles(from_block_start(positions, offsets, dtype), frequencies, dtype)
         q, k = rotate(q, turn), rotate(k, turn)
     choice = (blocks, blocks, scale, False, -1)
     with torch.autocast(q.device.type, enabled=False):
@@ -92,9 +93,9 @@ def from_block_start(positions: Tensor, offsets: Tensor, dtype: torch.dtype) -> 
     return (positions - positions.index_select(0, first)).to(dtype)
 
 
-def angles(positions: Tensor, frequencies: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``, counted from the first token of the block."""
-    columns = from_block_start(positions if positions.dim() == 2 else positions[:, None], offsets, dtype)
+def angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """Angle of each token and pair, ``[T, d / 2]``, in ``dtype``."""
+    columns = (positions if positions.dim() == 2 else positions[:, None]).to(dtype)
     each = frequencies.shape[0] // columns.shape[1]
     return columns.repeat_interleave(each, dim=1) * frequencies.to(dtype)
 

@@ -56,6 +56,27 @@ def test_results_are_contiguous(name: str, dtype: torch.dtype) -> None:
     assert all(x.is_contiguous() for x in tree_leaves(call(*inputs)))
 
 
+BACKWARDS: dict[str, list[Any]] = {
+    "norm_backward": [*[(8, 4)] * 4, (4,), (4,), 1e-5, True, "silu"],
+    "norm_backward, plain": [(8, 4), None, (8, 4), None, (4,), None, 1e-5, False, "silu"],
+    "block_attention_backward": [*[(8, 2, 4)] * 4, OFF, *PLACES.values(), 0.5],
+    "fm_block_backward": [(3, 6, 2), (3, 6, 4), (3, 6, 2)],
+    "mix_tokens_backward": [(3, 4, 5), (3, 6, 5), (2, 6, 2)],
+    "gdpa_backward": [*[(8, 2, 4)] * 4, OFF, OFF, "silu", 1.0, 1.0, -1, -1],
+    "jagged_attention_backward": [*[(8, 2, 4)] * 5, (8, 2), OFF, OFF, 1.0, True, -1],
+    "segment_sum": [(8, 4), OFF, True],
+    "table_sum": [(8, 4), torch.zeros(8, 1, dtype=torch.int64), [3]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_gradients_are_contiguous(name: str, dtype: torch.dtype) -> None:
+    shaped = [columns_first(torch.randn(x, dtype=dtype)) if isinstance(x, tuple) else x for x in BACKWARDS[name]]
+    out = tree_leaves(getattr(torch.ops.opengem, name.split(",")[0])(*shaped))
+    assert all(x.is_contiguous() for x in out)
+
+
 EMPTY: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "gdpa, no query heads": (lambda q, k, v: gdpa(q, k, v, OFF, OFF), [(8, 0, 4), (8, 2, 4), (8, 2, 4)]),
     "gdpa, no keys": (lambda q, k, v: gdpa(q, k, v, OFF), [(8, 2, 4), (3, 0, 2, 4), (3, 0, 2, 4)]),
