@@ -54,7 +54,7 @@ def versions() -> str:
 
 
 def write_table(shipped: Path, output: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Writes the shipped configurations with those that were found now, and of these where they come from.
+    """Writes the configurations of the file, or the shipped ones, with those found now, and where these come from.
 
     ``sources`` names versions and date by row; rows without an entry of their own have that of their GPU. Rows that
     were not measured now keep theirs.
@@ -64,7 +64,8 @@ def write_table(shipped: Path, output: Path, found: dict[str, dict[str, Any]]) -
     """
     if not found:
         raise SystemExit(f"nothing was found: {output} is left as it is")
-    table = json.loads(shipped.read_text()) if shipped.exists() else {"configurations": {}, "sources": {}}
+    before = output if output.exists() else shipped
+    table = json.loads(before.read_text()) if before.exists() else {"configurations": {}, "sources": {}}
     now = f"{versions()}, {time.strftime('%Y-%m-%d')}"
     table["configurations"].update(found)
     table["sources"].update(dict.fromkeys(found, now))

@@ -248,6 +248,7 @@ def error(got: Sequence[Tensor], want: Sequence[Tensor], offsets: Sequence[Tenso
     for a, b, ends in zip(got, want, offsets, strict=True):
         if not bool(a.isfinite().all()):
             return float("inf")
+        assert bool(b.isfinite().all())
         ends = torch.cat([ends[:-1:TOGETHER], ends[-1:]])
         off, size = (_squares(x, ends) for x in (a.double() - b, b))
         shares = (off / size).nan_to_num(nan=0.0, posinf=torch.inf)  # NaN: nothing is wanted, and nothing is there

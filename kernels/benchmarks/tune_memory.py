@@ -305,6 +305,7 @@ def error(got: Any, want: Any) -> float:
         if not bool(a.isfinite().all()):
             return float("inf")
         if a.numel():
+            assert bool(b.isfinite().all())
             off, size = (_squares(x.flatten()) for x in (a.double() - b, b))
             shares = (off / size).nan_to_num(nan=0.0, posinf=torch.inf)  # NaN: nothing is wanted, and nothing is there
             worst = max(worst, float(shares.max().sqrt()))
@@ -331,12 +332,12 @@ def _compile(work: tuple[Job, Config]) -> None:
 
 
 def to_compile(jobs: list[Job]) -> list[tuple[Job, Config]]:
-    """The kernels of all candidates, each once: how many programs run is no constant of a kernel."""
+    """The kernels of all candidates, each once: how many programs run is no constant of a kernel, that they stay is."""
     found: dict[tuple[object, ...], tuple[Job, Config]] = {}
     for job in jobs:
         for config in filter(runs_here, candidates(job)):
             fixed = {k: v for k, v in config.items() if k not in ("PROGRAMS", "STAY")}
-            found[job, *fixed.items()] = (job, config)
+            found[job, "STAY" in config, *fixed.items()] = (job, config)
     return list(found.values())
 
 

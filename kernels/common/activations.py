@@ -100,7 +100,7 @@ def _slope_of_half_risen(half, t, du):
 
 @triton.jit
 def activate_with_slope(x, ACT: tl.constexpr, FAST: tl.constexpr):
-    """``act(x)`` and ``act'(x)``; float32. Slopes at a kink are those of PyTorch."""
+    """``act(x)`` and ``act'(x)``; float32. Slopes at a kink are those of PyTorch; that of relu at NaN is 0."""
     if ACT == "identity":
         return x, x * 0.0 + 1.0
     elif ACT == "relu":

@@ -133,6 +133,8 @@ def _require_whole(operator: str, name: str, value: object) -> None:
     if isinstance(value, Tensor):
         raise ValueError(f"{operator}: {name} must be an integer, is a tensor: pass int({name})")
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        if torch.compiler.is_compiling():  # to which an integer of NumPy is an array, which it cannot print
+            raise ValueError(f"{operator}: {name} must be an integer: pass int({name})")
         raise ValueError(f"{operator}: {name} must be an integer, got {value!r}")
 
 

@@ -207,12 +207,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each of the shape and dtype of what it belongs to, packed.
 
-    grad ``[Tq, H, e]``; out and lse of the forward pass for softmax. All contiguous.
+    grad ``[Tq, H, e]``; out and lse of the forward pass for softmax.
     """
     q, k, v, (_, heads, width), (all_keys, kv_heads, _) = call.q, call.k, call.v, call.q_shape, call.k_shape
     dk, dv = k.new_empty(*k.shape), v.new_empty(*v.shape)
     if call.batch == 0 or heads == 0 or call.out_rows == 0 or all_keys == 0:
         return torch.zeros_like(q), dk.zero_(), dv.zero_()
+    grad = grad.contiguous()
+    if out is not None and lse is not None:
+        out, lse = out.contiguous(), lse.contiguous()
     if grad.data_ptr() & 15:
         grad = grad.clone()  # kernels by hand, and those with TMA, move 16 bytes at a time; plans look at q, k and v
     signature = call.signature()

@@ -194,7 +194,7 @@ def sum_kernel(
     dtype: gl.constexpr = X.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     PARTS: gl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    KEPT: gl.constexpr = 2 * STAGES
+    KEPT: gl.constexpr = 2 * STAGES  # of which two more than are in use at a time
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, BLOCK * 4 // WARPS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     TOOK: gl.constexpr = gl.SliceLayout(0, LEFT)

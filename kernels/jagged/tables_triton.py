@@ -235,7 +235,7 @@ def _launches(
 ) -> tuple[tuple[Launch, Launch, Launch, Launch], int, int]:
     """The four kernels, rows that a program groups at a time, and the most programs for each part of the columns.
 
-    ``wide``: whether rows can be copied 16 bytes at a time.
+    ``wide``: whether rows begin at multiples of 32 bytes, by which the compiler knows that 16 can be copied at a time.
     """
     tuned = 64 if width <= 64 else 256  # a tile has 64 columns or more, however wide the rows are
     config: dict[str, Any] = dict(memory_tuning.find("tables", device, dtype, tuned, 1) or DEFAULT)

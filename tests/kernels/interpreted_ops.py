@@ -66,7 +66,7 @@ def block_attention() -> None:
     """All forms of rotary, grouped heads, ragged and empty sequences, views of a fused tensor."""
     offsets = offsets_of([3, 0, 70, 64, 0])
     rows = int(offsets[-1])
-    for columns, width, group in ((0, 20, 1), (1, 12, 2), (2, 8, 1), (0, 8, 2)):
+    for columns, width, group in ((1, 12, 2), (0, 20, 1), (2, 8, 1), (0, 8, 2)):
         torch.manual_seed(columns)
         q = torch.randn(rows, 2, width)
         k, v = torch.randn(rows, 2, 2 // group, width).unbind(1)

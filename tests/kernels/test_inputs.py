@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -292,3 +293,15 @@ def test_compiled_code_looks_at_types() -> None:
         torch._dynamo.reset()
         with pytest.raises(ValueError, match=r"must be (an int64 tensor|int64 or int32)"):
             torch.compile(call, backend="eager")(OFF.int())
+
+
+@pytest.mark.parametrize("wanted", [np.int64(4), np.int32(4)])
+def test_integers_of_numpy_are_integers(wanted: Any) -> None:
+    assert jagged.to_padded(X, OFF, wanted).shape == (3, 4, 5)
+    assert jagged.last_k(X, OFF, wanted)[0].shape == (3, 4, 5)
+
+
+@pytest.mark.parametrize("wanted", [4.0, True, "4"])
+def test_what_is_no_integer_is_refused_under_a_compiler(wanted: Any) -> None:
+    with pytest.raises(ValueError, match="to_padded: max_length must be an integer"):
+        torch.compile(lambda x: jagged.to_padded(x, OFF, wanted), backend="aot_eager")(X)

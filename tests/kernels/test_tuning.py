@@ -195,6 +195,22 @@ def test_rows_keep_the_source_they_have(tuner: Tuner, tmp_path: Path) -> None:
         assert set(table) == {"configurations", "sources"}
 
 
+def test_a_file_of_one_s_own_keeps_what_an_earlier_run_found(tuner: Tuner, tmp_path: Path) -> None:
+    for row in ("new/fake/bfloat16", "newer/fake/bfloat16"):
+        tuner.row = row
+        tuner.module.main(["--output", str(tmp_path / "own.json")])
+    rows = json.loads((tmp_path / "own.json").read_text())["configurations"]
+    assert set(rows) == {"old/fake/bfloat16", "new/fake/bfloat16", "newer/fake/bfloat16"}
+
+
+def test_candidates_of_both_kinds_of_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_memory, "runs_kernels_by_hand", lambda: True)
+    job = tune_memory.Job("block_forward", 128)
+    found = [config for _, config in tune_memory.to_compile([job])]
+    assert {"num_warps": 4} in found
+    assert any("STAY" in config and config["num_warps"] == 4 for config in found)
+
+
 @pytest.mark.parametrize("why", ["nothing is right", "no time"])
 def test_a_table_is_written_only_if_something_was_found(tuner: Tuner, why: str, tmp_path: Path) -> None:
     before = (tmp_path / "shipped.json").read_text()
