@@ -122,6 +122,20 @@ def host_times(call: Callable[[], object], rounds: int = 9, count: int = 200) ->
     return found
 
 
+def relative_error(got: Tensor, want: Tensor, squares: Callable[[Tensor], Tensor]) -> float:
+    """The largest error over that of the reference; infinite where anything is not finite.
+
+    Args:
+        squares: sums of squares over what is compared together.
+    """
+    if not bool(got.isfinite().all()):
+        return float("inf")
+    assert bool(want.isfinite().all())
+    off, size = squares(got.double() - want), squares(want)
+    shares = (off / size).nan_to_num(nan=0.0, posinf=torch.inf)  # NaN: nothing is wanted, and nothing is there
+    return float(shares.max().sqrt())
+
+
 def runs_kernels_by_hand() -> bool:
     """Whether kernels scheduled by hand, which are written for Hopper, run on this GPU."""
     return torch.cuda.get_device_capability()[0] == 9

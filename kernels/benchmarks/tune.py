@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.benchmarks import command
-from kernels.benchmarks.cases import Case, Inputs, make, milliseconds, runs_kernels_by_hand
+from kernels.benchmarks.cases import Case, Inputs, make, milliseconds, relative_error, runs_kernels_by_hand
 from kernels.common import launch, tuning
 from kernels.common.launch import Call, Config
 from kernels.gdpa import reference as gdpa_reference
@@ -244,16 +245,9 @@ def _expected(
 
 def error(got: Sequence[Tensor], want: Sequence[Tensor], offsets: Sequence[Tensor]) -> float:
     """The largest relative error over the tensors and every ``TOGETHER`` sequences; infinite if any is not finite."""
-    worst = 0.0
-    for a, b, ends in zip(got, want, offsets, strict=True):
-        if not bool(a.isfinite().all()):
-            return float("inf")
-        assert bool(b.isfinite().all())
-        ends = torch.cat([ends[:-1:TOGETHER], ends[-1:]])
-        off, size = (_squares(x, ends) for x in (a.double() - b, b))
-        shares = (off / size).nan_to_num(nan=0.0, posinf=torch.inf)  # NaN: nothing is wanted, and nothing is there
-        worst = max(worst, float(shares.max().sqrt()))
-    return worst
+    some = [torch.cat([ends[:-1:TOGETHER], ends[-1:]]) for ends in offsets]
+    parts = zip(got, want, some, strict=True)
+    return max(relative_error(a, b, partial(_squares, offsets=ends)) for a, b, ends in parts)
 
 
 def _squares(x: Tensor, offsets: Tensor) -> Tensor:

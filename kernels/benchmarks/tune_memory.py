@@ -25,7 +25,7 @@ from triton.runtime.errors import TritonError
 
 from kernels.benchmarks import command
 from kernels.benchmarks.bandwidth import packed_lengths
-from kernels.benchmarks.cases import milliseconds, runs_kernels_by_hand
+from kernels.benchmarks.cases import milliseconds, relative_error, runs_kernels_by_hand
 from kernels.benchmarks.jagged import CASES, COPIES
 from kernels.block_attention import reference as block_reference
 from kernels.block_attention import triton as block_kernels
@@ -300,20 +300,13 @@ def expected(reference: Callable[..., Any], given: tuple[Any, ...]) -> Any:
 
 def error(got: Any, want: Any) -> float:
     """The largest relative error over the results and every ``PIECE`` elements; infinite where any is not finite."""
-    worst = 0.0
-    for a, b in zip(*((x,) if isinstance(x, Tensor) else x for x in (got, want)), strict=True):
-        if not bool(a.isfinite().all()):
-            return float("inf")
-        if a.numel():
-            assert bool(b.isfinite().all())
-            off, size = (_squares(x.flatten()) for x in (a.double() - b, b))
-            shares = (off / size).nan_to_num(nan=0.0, posinf=torch.inf)  # NaN: nothing is wanted, and nothing is there
-            worst = max(worst, float(shares.max().sqrt()))
-    return worst
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (got, want)), strict=True)
+    return max(relative_error(a, b, _squares) for a, b in pairs)
 
 
 def _squares(x: Tensor) -> Tensor:
     """Sums of squares over every ``PIECE`` elements, the last time over what is left as well."""
+    x = x.flatten()
     pieces = max(1, x.shape[0] // PIECE)
     sums = x[: pieces * PIECE].square().view(pieces, -1).sum(1)
     sums[-1] += x[pieces * PIECE :].square().sum()

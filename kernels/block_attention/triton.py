@@ -219,7 +219,8 @@ def forward(
         return out
     (q, q_steps), (k, k_steps), (v, v_steps) = map(head_rows, (q, k, v))
     positions, frequencies, columns = _rotary(positions, frequencies)
-    tensors, strides = (q, k, v, out, offsets, positions, frequencies), (*q_steps, *k_steps, *v_steps)
+    tensors = (q, k, v, out, offsets.contiguous(), positions, frequencies)
+    strides = (*q_steps, *k_steps, *v_steps)
     _start("block_forward", tensors, (heads, k.shape[1], width, columns), total, heads, scale, strides)
     return out
 
@@ -246,7 +247,7 @@ def backward(
         dq, dk, dv = backward(grad, q, k, v, offsets, positions, frequencies, scale)
         return dq, dk.unflatten(1, (key_heads, -1)).sum(2), dv.unflatten(1, (key_heads, -1)).sum(2)
     (q, q_steps), (k, k_steps), (v, v_steps), (grad, grad_steps) = map(head_rows, (q, k, v, grad))
-    tensors = (q, k, v, grad, dq, dk, dv, offsets, positions, frequencies)
+    tensors = (q, k, v, grad, dq, dk, dv, offsets.contiguous(), positions, frequencies)
     strides = (*q_steps, *k_steps, *v_steps, *grad_steps)
     _start("block_backward", tensors, (heads, key_heads, width, columns), total, key_heads, scale, strides)
     return dq, dk, dv
@@ -257,9 +258,7 @@ def _start(
     strides: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Starts a kernel of ``shape``: query heads, key heads, width, columns; ``heads``: those that programs share."""
-    *heads_of, offsets, positions, frequencies = tensors
-    q, batch = tensors[0], offsets.shape[0] - 1
-    tensors = (*heads_of, offsets.contiguous(), positions, frequencies)
+    q, batch = tensors[0], tensors[-3].shape[0] - 1
     wide = shape[2] in STAYS and functools.reduce(operator.or_, strides, _addresses(*tensors[:4])) & 15 == 0
     launch, stay = _launch(kernel, q.device, q.dtype, *shape, rounds(batch), BLOCK, wide)
     blocks = total // BLOCK + batch

@@ -210,10 +210,10 @@ def require_span(
     if not readable(offsets):
         return
     first, last = int(offsets[0]), int(offsets[-1])
-    falls = bool((offsets[1:] < offsets[:-1]).any())
-    if first == 0 and rows in (None, last) and not falls:
+    fallen = falls(offsets)
+    if first == 0 and rows in (None, last) and not fallen:
         return
-    found = "fall somewhere" if falls else f"go from {first} to {last}"
+    found = "fall somewhere" if fallen else f"go from {first} to {last}"
     wanted = "begin at 0 and never fall" if rows is None else f"begin at 0, never fall and end at {end}, {rows}"
     raise ValueError(f"{operator}: {name} {found}, but must {wanted}; kernels.jagged.offsets_from_lengths makes them")
 
@@ -236,7 +236,7 @@ def require_range(operator: str, index: Tensor, rows: int, *, name: str = "index
 
 
 def falls(index: Tensor) -> bool:
-    """Whether a number of a readable index ``[N]`` is smaller than the one before."""
+    """Whether a number of a readable index or of offsets ``[N]`` is smaller than the one before."""
     return index.dim() == 1 and bool((index[1:] < index[:-1]).any())
 
 

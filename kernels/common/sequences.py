@@ -15,7 +15,12 @@ import triton.language as tl
 @triton.jit
 def find_sequence(Offsets, B, tile, BLOCK: tl.constexpr, OWN: tl.constexpr, ROUNDS: tl.constexpr):
     """The last sequence b with ``offsets[b] // BLOCK + OWN b <= tile``: 32 offsets a round, two for 1,024 sequences."""
-    lane = tl.arange(0, 32)
+    return search(Offsets, B, tile, tl.arange(0, 32), BLOCK, OWN, ROUNDS)
+
+
+@triton.jit
+def search(Offsets, B, tile, lane, BLOCK: tl.constexpr, OWN: tl.constexpr, ROUNDS: tl.constexpr):
+    """``find_sequence`` by these lanes, 0 .. 31, which kernels scheduled by hand give a layout."""
     low = tile * 0
     span = B
     for _ in tl.static_range(ROUNDS):

@@ -215,7 +215,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad, saved = grad.contiguous(), ctx.saved_tensors
+        saved = ctx.saved_tensors
         run = _backward_once if direct(grad, *saved[1:3]) else _gdpa_backward
         gradients = run(grad, *saved, *ctx.options)
         return (*gradients, None, None, None, None, None, None, None)
@@ -227,7 +227,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> 
 
 
 def _autograd(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _gdpa_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    gradients = _gdpa_backward(grad, *ctx.saved_tensors, *ctx.options)
     return (*gradients, None, None, None, None, None, None, None)
 
 

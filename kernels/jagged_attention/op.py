@@ -192,7 +192,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad, saved = grad.contiguous(), ctx.saved_tensors
+        saved = ctx.saved_tensors
         run = _backward_once if direct(grad, *saved[1:3]) else _jagged_attention_backward
         gradients = run(grad, *saved, *ctx.options)
         return (*gradients, None, None, None, None, None)
@@ -205,7 +205,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = _jagged_attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    gradients = _jagged_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
     return (*gradients, None, None, None, None, None)
 
 

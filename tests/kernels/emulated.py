@@ -21,7 +21,7 @@ import numpy as np
 import triton.language as tl
 
 from kernels.block_attention import persistent
-from kernels.common import async_rows, backward_few, backward_long, forward_long, long_tiles
+from kernels.common import async_rows, backward_few, backward_long, forward_long, long_tiles, sequence_search
 from kernels.jagged import tables_hopper
 
 
@@ -433,7 +433,8 @@ def kernel(name: str, machine: Machine) -> Any:
     stand_ins = {
         "gl": gl,
         "tl": SimpleNamespace(
-            debug_barrier=nothing if groups is None else groups.barrier, load=_load, int32="int32", int64="int64"
+            debug_barrier=nothing if groups is None else groups.barrier,
+            **{name: getattr(gl, name) for name in ("load", "sum", "minimum", "static_range", "int32", "int64")},
         ),
         "mbarrier": SimpleNamespace(
             wait=machine.wait, arrive=machine.arrive, expect=machine.expect, init=machine.init, MBarrierLayout=nothing
@@ -456,6 +457,7 @@ def kernel(name: str, machine: Machine) -> Any:
         stand_ins["async_copy"] = SimpleNamespace(
             async_copy_global_to_shared=groups.copy, commit_group=groups.commit, wait_group=groups.wait
         )
+    stand_ins["find_sequence"] = _functions(sequence_search, stand_ins)["find_sequence"]
     shared = {**_functions(long_tiles, stand_ins), **_functions(async_rows, stand_ins)}
     own = {name for name, x in vars(module).items() if hasattr(x, "fn") and x.fn.__module__ == module.__name__}
     taken = {name: x for name, x in shared.items() if isinstance(x, FunctionType) and name not in own}
